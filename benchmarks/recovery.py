@@ -45,7 +45,7 @@ NOTE = re.compile(
     r"trainers are running again after step (?P<step>\d+): started in (?P<start>[\d.]+) s "
     r"\(processes (?P<processes>[\d.]+), imports (?P<imports>[\d.]+), rendezvous (?P<rendezvous>[\d.]+), "
     r"model (?P<model>[\d.]+)\), loaded (?P<source>.+?) in "
-    r"(?P<state>[\d.]+) s, trained (?P<steps>\d+) steps again in (?P<again>[\d.]+) s"
+    r"(?P<state>[\d.]+) s, trained (?P<steps>\d+) steps? again in (?P<again>[\d.]+) s"
 )
 
 

@@ -1,4 +1,5 @@
-"""Exceptions whose messages are meant for users, and the exit statuses of commands that end with them."""
+"""Exceptions whose messages are meant for users, the exit statuses of commands that end with them, and the wording of
+counts and durations in messages."""
 
 import os
 import signal
@@ -156,6 +157,18 @@ def written_at(function: object) -> str:
 def of_users(file: str) -> bool:
     """Returns True if `file` is a Python file outside of Python itself, installed packages and slimx."""
     return file.endswith(".py") and not file.startswith((*_LIBRARIES, "<"))
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a count with its noun, such as "1 rank" or "1,024 ranks"."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration with three significant digits and a unit that fits it, such as "981 ms" or "2.15 h"."""
+    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
+    size, unit = next((unit for unit in units if seconds >= 0.9995 * unit[0]), units[-1])  # 0.9995 is 1 in three digits
+    return f"{seconds / size:.3g} {unit}"
 
 
 def first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slimx.config.schema import Config
+from slimx.errors import counted, duration
 
 CPU_S = 300.0
 """Seconds within which trainers and engines must have started on CPUs."""
@@ -78,7 +79,7 @@ class Starting:
         parts = []
         for count, name in ((ranks, "trainer"), (engines, "engine")):
             if count:
-                parts.append(f"{count} {name}" if count == 1 else f"{count} {name}s")
+                parts.append(counted(count, name))
         return cls(", ".join(parts) or "Ray")
 
     @property
@@ -87,4 +88,4 @@ class Starting:
 
     @property
     def ready(self) -> str:
-        return f"{self.parts} ready after {time.monotonic() - self.since:.0f} s"
+        return f"{self.parts} ready after {duration(time.monotonic() - self.since)}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.layout.maps import Rect
 from slimx.layout.parts import Part, local_shape, matrix
 from slimx.layout.ranks import Sizes
@@ -66,7 +66,7 @@ class MegatronLayout:
         if sizes.stage % (sizes.expert * sizes.expert_tensor):
             raise SlimxError(
                 f"trainer.expert={sizes.expert} x trainer.expert_tensor={sizes.expert_tensor} does not divide the "
-                f"{sizes.stage} ranks of a pipeline stage; lower trainer.expert or raise trainer.data",
+                f"{counted(sizes.stage, 'rank')} of a pipeline stage; lower trainer.expert or raise trainer.data",
                 code="layout.expert_ranks",
                 about="trainer.expert",
             )

@@ -162,8 +162,8 @@ class LayerKind:
     # Trainer
 
     def kernels(self, device: str, packages: Collection[str]) -> tuple[str, ...]:
-        """Returns, for each kind of recurrent mixer, a sentence for the log that names its kernels. `device`: "cpu" or
-        "cuda"; `packages`: installed packages."""
+        """Returns, for each kind of recurrent mixer, a sentence for the log that names its kernels on a GPU; () on
+        CPUs. `device`: "cpu" or "cuda"; `packages`: installed packages."""
         return ()
 
     def decoder_spec(self, transformer: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:

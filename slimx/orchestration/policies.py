@@ -19,7 +19,7 @@ from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 from slimx.data.routes import RouteShape, check_routes
 from slimx.engines.fleet.group import EngineGroup
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.layout.ranks import Sizes
 from slimx.orchestration.batches import Packer, make_update_rows, trajectories_of
 from slimx.orchestration.publications import Publications
@@ -58,7 +58,7 @@ class TrainedPolicy:
         updates = self.config.schedule.updates_per_step
         if len(groups) < updates:
             raise SlimxError(
-                f"policy {self.name} has trajectories in only {len(groups)} groups of the step, but "
+                f"policy {self.name} has trajectories in only {counted(len(groups), 'group')} of the step, but "
                 f"schedule.updates_per_step is {updates}; return a trajectory of this policy from every call of "
                 "rollout.generate, or remove the policy from the section policies",
                 code="policies.idle",

@@ -18,7 +18,7 @@ from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle
-from slimx.errors import Preempted
+from slimx.errors import Preempted, counted
 from slimx.json_types import Json
 from slimx.orchestration.batches import make_packer
 from slimx.orchestration.engines.service import EngineService
@@ -202,17 +202,13 @@ class Run:
         return groups
 
     def _in_flight(self) -> str:
-        """Returns the part of the message about a lost router that counts the requests in flight and names their
-        groups, such as "9 requests of groups g3, g4 are sent again"; "" without a rollout manager."""
+        """Returns the part of the message about a lost router that counts the requests in flight and their groups, such
+        as "9 requests of 2 groups, sent again"; "" without a rollout manager."""
         if not isinstance(self.rollouts, RolloutManager):
             return ""
-        groups = [f"g{ticket.number}" for ticket in self.rollouts.tickets if ticket.running]
-        message = f"{self.maker.gate.out} requests"
-        if groups:
-            message += f" of groups {', '.join(groups[:8])}"
-        if len(groups) > 8:
-            message += f" and {len(groups) - 8} more"
-        return f"{message} are sent again"
+        running = len([ticket for ticket in self.rollouts.tickets if ticket.running])
+        requests = counted(self.maker.gate.out, "request")
+        return f"{requests} of {counted(running, 'group')}, sent again"
 
     def due(self, every: int) -> bool:
         """Returns True if the number of completed steps is a positive multiple of `every`; 0 means never."""
@@ -224,7 +220,7 @@ class Run:
         """Waits for the groups of the next step and returns them. If the run is asked to save and stop in the meantime,
         writes a checkpoint and raises Preempted."""
         self.current = self.step + 1
-        with self.phase("generate"):
+        with self.phase("generate" if self.sampled else "prepare"):
             batch = await self.watched(self.unless_leaving(self.rollouts.next_batch()))
         if batch is None:
             await self.leave()

@@ -20,6 +20,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.engines.fleet.handle import kernels_of
+from slimx.errors import counted
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_trunk
 from slimx.observability.events import Events, open_events
@@ -217,21 +218,21 @@ async def _session(
         same = state is None or state.policies[ACTOR]["layout"] == layout_of(actor.sizes)
         await recovery.open(run.checkpoints, done, resume_from, same_layout=same)
         stack.enter_context(frozen_heap())
-        table.note(starting.ready)
         stack.callback(table.milestone, f"stopping {starting.parts}")
         await work(run)
-        events.tell("finished", f"the run is finished after {run.step} steps")
+        events.tell("finished", f"the run is finished after {counted(run.step, 'step')}")
 
 
 def _note_backends(prepared: Prepared, service: EngineService, note: Callable[[str], None]) -> None:
     """Reports the kernels that trainers and engines use and, if recorded rollouts are replayed, the directory from
     which they are read."""
-    for policy in prepared.policies.values():
-        for reason in policy.backends.reasons:
-            note(reason)
+    reasons = chain.from_iterable(policy.backends.reasons for policy in prepared.policies.values())
+    for reason in dict.fromkeys(reasons):
+        note(reason)
     handles = chain.from_iterable(group.engines for group in service.groups.values())
-    for kernels in dict.fromkeys(kernels_of(engine.attestation) for engine in handles):
-        note(f"engines: {kernels}")
+    if service.device == "cuda":
+        for kernels in dict.fromkeys(kernels_of(engine.attestation) for engine in handles):
+            note(f"engines: {kernels}")
     config = prepared.policies[ACTOR].config
     if config.rollout.replay:
         message = f"rollouts are replayed from {config.rollout.replay}, so no engine is started"
@@ -246,7 +247,7 @@ def resume_line(checkpoint: Path | None, step: int, removed: int) -> str | None:
     to later steps; if it is not 0, a message is returned even without a checkpoint."""
     later = ""
     if removed:
-        later = f"; {removed} lines of later steps or incomplete lines were removed from metrics.jsonl"
+        later = f"; removed from metrics.jsonl: {counted(removed, 'incomplete or later line')}"
     if checkpoint is not None:
         return f"resumed at step {step} from {checkpoint}{later}"
     if removed:

@@ -201,9 +201,9 @@ def check_answers(config: RewardConfig, reward: Reward, prompts: Sequence[Prompt
         if len(lacking) > share * len(prompts):
             key = "reward.parts" if config.parts else "reward.function"
             raise SlimxError(
-                f"{key}: {name_of(hook)} needs the prompts' answers, but {len(lacking)} of {len(prompts)} prompts have "
-                f"none (the first is {lacking[0].id!r}); set rollout.fields.answer to the column with the answers, or "
-                f"use another hook in {key}",
+                f"{key}: {name_of(hook)} needs the prompts' answers, which are missing in {len(lacking)} of "
+                f"{len(prompts)} (the first is {lacking[0].id!r}); set rollout.fields.answer to the column with the "
+                f"answers, or use another hook in {key}",
                 code="reward.answer",
                 about=lacking[0].id,
             )

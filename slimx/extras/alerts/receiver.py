@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slimx.cluster.connection import device_of
 from slimx.config.schema import Config
-from slimx.errors import Interrupted, Preempted, SlimxError, ending_of
+from slimx.errors import Interrupted, Preempted, SlimxError, duration, ending_of
 from slimx.extras.alerts.curves.watch import Curves
 from slimx.extras.alerts.event import Event
 from slimx.extras.alerts.finding import Finding
@@ -236,9 +236,9 @@ def open_alerts(config: Config, note: Callable[[str], None]) -> Iterator[Alerts]
 
 
 def _stalled(pace: PhasePace, activity: Mapping[str, Any]) -> str:
-    sentence = f"stalled: {pace.phase} for {pace.seconds:.0f} s"
+    sentence = f"stalled: {pace.phase} for {duration(pace.seconds)}"
     if pace.usual is not None:
-        sentence += f", usually {pace.usual:.0f} s"
+        sentence += f", usually {duration(pace.usual)}"
     late = activity.get("late")
     if late is not None and 0 < len(late["ranks"]) < late["of"]:
         sentence += f"; no response yet from {', '.join(late['ranks'][:8])}"

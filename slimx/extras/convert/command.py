@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -21,7 +22,7 @@ from rich.progress import (
 )
 
 from slimx.commands.usage import CommandGroup, PlainCommand
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted, duration
 from slimx.json_types import Json
 
 if TYPE_CHECKING:  # torch takes seconds to import, too long for --help
@@ -261,7 +262,8 @@ def _work(
     seconds = time.monotonic() - begin
     suffix = ", verified" if verify else ""
     console.print(
-        f"{out}: {len(files)} files, {size / 1e9:.2f} GB in {seconds:.1f} s ({size / 1e9 / seconds:.2f} GB/s{suffix})",
+        f"{out}: {counted(len(files), 'file')}, {decimal(size)} in {duration(seconds)} "
+        f"({decimal(round(size / seconds))}/s{suffix})",
         highlight=False,
         soft_wrap=True,
     )

@@ -22,7 +22,7 @@ from slimx.data.prompts.rows import read_rows
 from slimx.data.records import Prompt
 from slimx.digest import fingerprint
 from slimx.durable import write_atomic
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.extras.datasets.files.read import DATASETS
 from slimx.extras.vision.images.pictures import opened, size_of
 from slimx.extras.vision.images.sources import check_file, located
@@ -92,9 +92,9 @@ def convert(name: str, out: Path, source: str | None, seed: int) -> Iterator[str
             about=origin,
         )
     _write(out, b"".join(msgspec.json.encode(prompt) + b"\n" for prompt in prompts.values()))
-    yield f"{out}: {len(prompts)} prompts of {origin}"
+    yield f"{out}: {counted(len(prompts), 'prompt')} of {origin}"
     if repeated:
-        yield f"{repeated.total()} rows were omitted as duplicates of an earlier row ({len(repeated)} questions)"
+        yield f"omitted as duplicates: {counted(repeated.total(), 'row')} ({counted(len(repeated), 'question')})"
     yield f"reward.function: {known.reward}"
 
 
@@ -171,7 +171,7 @@ def check(
         named_fields = RowFields.model_validate(fields or guessed)
     mapping = make_mapping(named_fields, None, system, rows)
     prompts = read_prompts(file, mapping, subset=subset, split=split)
-    yield f"{file}: {len(prompts)} prompts"
+    yield f"{file}: {counted(len(prompts), 'prompt')}"
     if guessed:
         yield f"needs rollout.fields: {written(guessed)}"
     if first is not None and (fields or guessed):
@@ -224,27 +224,27 @@ def rendered_lines(
     for turn in prompt.messages or ():
         yield _cut(f"{turn['role']}: {turn.get('content')}")
     if prompt.token_ids is not None:
-        yield f"{len(prompt.token_ids)} token ids"
+        yield counted(len(prompt.token_ids), "token id")
 
 
 def _counted(prompts: Sequence[Prompt]) -> Iterator[str]:
     without = sum(prompt.answer is None for prompt in prompts)
     if without:
-        yield f"{without} prompts have no answer; rewards that compare with an answer refuse them"
+        yield f"{counted(without, 'prompt')} without an answer; rewards that compare with an answer refuse them"
     tasks = Counter(msgspec.json.encode((prompt.messages, prompt.token_ids)) for prompt in prompts)
     repeated = len(prompts) - len(tasks)
     if repeated:
-        yield f"{repeated} prompts have the same text as another prompt"
+        yield f"{counted(repeated, 'prompt')} with the same text as another prompt"
     for source, count in sorted(Counter(prompt.source for prompt in prompts if prompt.source).items()):
-        yield f"data set {source}: {count} prompts"
+        yield f"data set {source}: {counted(count, 'prompt')}"
     with_images = sum(bool(prompt.metadata.get("images")) for prompt in prompts)
     if with_images:
-        yield f"{with_images} prompts have images, which trainer.vision shows to the model"
+        yield f"{counted(with_images, 'prompt')} with images, which trainer.vision shows to the model"
 
 
 def _cut(text: str) -> str:
     if len(text) > LONGEST:
-        text = f"{text[:LONGEST]} ... ({len(text)} characters)"
+        text = f"{text[:LONGEST]} ... ({counted(len(text), 'character')})"
     return visible(text)
 
 

@@ -13,7 +13,7 @@ from slimx.commands.options import Debug, Overrides
 from slimx.commands.usage import PlainCommand, RayCommand
 from slimx.config.load import load_config
 from slimx.config.schema import Config
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.layout.ranks import Sizes
 from slimx.observability.live.safe_text import one_line, plain, visible
 
@@ -131,7 +131,7 @@ def _check_machine(file: Path | None, overrides: list[str]) -> None:
             for line in ["the first prompt, as the model receives it:", *rendered_lines(first, actor.tokenizer)]:
                 console.print(plain(line))
         console.print(plain(f"publish.transport {actor.transport}"))
-        summary = f"{file}: {len(prepared.prompts)} prompts, {described(actor.sizes)}: ready to start"
+        summary = f"{file}: {counted(len(prepared.prompts), 'prompt')}, {described(actor.sizes)}: ready to start"
         console.print(plain(summary))
     if not healthy:
         raise typer.Exit(1)

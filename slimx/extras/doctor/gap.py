@@ -15,6 +15,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.batch import make_rows
 from slimx.data.records import Trajectory
+from slimx.errors import counted
 from slimx.extras.doctor.row_digests import first_difference
 from slimx.observability.live.safe_text import visible
 from slimx.orchestration.run import Run
@@ -71,9 +72,9 @@ def describe(figures: dict[str, float]) -> list[str]:
     if not tokens:
         return ["no token was sampled with the current weights: there is nothing to compare"]
     lines = [
-        f"gap of {tokens:,} tokens between trainers and engines: mean {figures['gap/mean']:.2g}, "
+        f"gap of {counted(tokens, 'token')} between trainers and engines: mean {figures['gap/mean']:.2g}, "
         f"largest {figures['gap/max']:.2g}",
-        f"above 1e-5: {above:,} tokens ({above / tokens:.1%})",
+        f"above 1e-5: {counted(above, 'token')} ({above / tokens:.1%})",
     ]
     if above:
         explained = int(figures["gap/tokens_other_routes"])
@@ -109,4 +110,4 @@ async def _first_difference(run: Run, trajectory: Trajectory) -> str:
     if difference is None:
         return "the residual stream is equal in every layer, so any difference arises after the last norm"
     part, tokens = difference
-    return f"the first difference is after {part}: {tokens} of {count} tokens"
+    return f"the first difference is after {part}: {tokens} of {counted(count, 'token')}"

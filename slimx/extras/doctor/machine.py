@@ -20,6 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import slimx
+from slimx.errors import counted
 from slimx.extras.doctor.requirements import (
     BUILD,
     INSTALL,
@@ -150,7 +151,7 @@ def devices() -> Iterator[Finding]:
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
         gpus = "sees no GPU: cpu"
         if torch.cuda.is_available():
-            gpus = f"sees {torch.cuda.device_count()} GPUs: cuda"
+            gpus = f"sees {counted(torch.cuda.device_count(), 'GPU')}: cuda"
         yield Finding("torch", f"{build} build, {gpus} is the device of a run with cluster.device=auto")
     yield from _gpus()
 
@@ -332,7 +333,7 @@ def _gpus() -> Iterator[Finding]:
     try:
         driver = _string(pynvml.nvmlSystemGetDriverVersion())
         count = pynvml.nvmlDeviceGetCount()
-        yield Finding("driver", f"{driver}, {count} GPUs")
+        yield Finding("driver", f"{driver}, {counted(count, 'GPU')}")
         for index in range(count):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)

@@ -11,6 +11,7 @@ from slimx.cluster.connection import device_of
 from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
 from slimx.config.sections.eval import Eval
+from slimx.errors import counted
 from slimx.extras.evaluation.checks import EVALUATIONS
 from slimx.extras.generation.serving import serving
 from slimx.json_types import Json
@@ -105,15 +106,15 @@ def table(result: Json) -> Iterator[str]:
     if len(sampled) == 1:
         ((samples, temperature),) = sampled
         yield (
-            f"{result['checkpoint']}: {samples} answers per prompt (accuracy is avg@{samples}), temperature "
+            f"{result['checkpoint']}: {counted(samples, 'answer')} per prompt (accuracy is avg@{samples}), temperature "
             f"{temperature:g}"
         )
     else:
         yield f"{result['checkpoint']}:"
         for name, used in settings.items():
             yield (
-                f"{name}: {used['samples']} answers per prompt (accuracy is avg@{used['samples']}), temperature "
-                f"{used['temperature']:g}"
+                f"{name}: {counted(used['samples'], 'answer')} per prompt (accuracy is avg@{used['samples']}), "
+                f"temperature {used['temperature']:g}"
             )
     yield f"{'set':<20}{'prompts':>8}" + "".join(f"{name:>10}" for name in columns)
     rows = {}
@@ -132,4 +133,4 @@ def table(result: Json) -> Iterator[str]:
             yield f"{key.removeprefix(LOGGED).removesuffix(MEAN)} {value:.3f} (mean of the values logged by hooks)"
     failed = metrics["eval/failed"]
     if failed:
-        yield f"{failed:.0f} prompts failed and count as reward 0"
+        yield f"{counted(int(failed), 'prompt')} failed, counted as reward 0"

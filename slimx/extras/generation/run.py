@@ -20,7 +20,7 @@ from slimx.cluster.starting import Starting
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
-from slimx.errors import Preempted
+from slimx.errors import Preempted, counted
 from slimx.extras.generation.checks import check_generation
 from slimx.extras.generation.serving import serving
 from slimx.models.families import configured_model
@@ -66,10 +66,8 @@ def run_generation(config: Config, console: Console) -> Path:
     newest = saves.newest()
     state = read_state(newest) if newest is not None else None
     if state is not None and state.step >= config.schedule.steps:
-        message = (
-            f"{directory} already contains all {state.step} steps; raise schedule.steps to continue{unused(config)}"
-        )
-        console.print(plain(message))
+        message = f"{directory} is finished after {counted(state.step, 'step')}; raise schedule.steps to continue it"
+        console.print(plain(message + unused(config)))
         return directory
     with begun(directory):
         write_config(config, directory)

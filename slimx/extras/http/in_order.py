@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 
 
 class InOrder:
@@ -33,7 +33,7 @@ class InOrder:
             self._calls.put_nowait(call)
         except queue.Full:
             raise SlimxError(
-                f"{self.waiting} calls to {self.name} are waiting, so slimx discarded a new call; check that the "
+                f"slimx discarded a call to {self.name} behind {counted(self.waiting, 'waiting call')}; check that the "
                 f"server of {self.name} is running and responds quickly",
                 code="track.late",
                 about=self.name,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from slimx.errors import counted
 from slimx.extras.keys.catalog import Heading, Key, headings
 from slimx.extras.keys.names import aliases_of, foreign_names
 from slimx.extras.keys.pages import pages_of, purpose_of
@@ -26,7 +27,7 @@ def overview() -> Iterator[Shown]:
         name = heading.path.removesuffix(".*")
         if "." not in name:
             count = sum(len(other.keys) for other in headings() if f"{other.path}.".startswith(f"{name}."))
-            table.add_row(Text(name, style="bold"), f"{count} keys", Text(purpose_of(name)))
+            table.add_row(Text(name, style="bold"), counted(count, "key"), Text(purpose_of(name)))
     yield table
     yield Text("slimx keys SECTION lists its keys, slimx keys KEY explains one, slimx keys WORD searches.")
 

@@ -20,7 +20,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimx.cluster.waiting import gather, kill
-from slimx.errors import DeadlineError, SlimxError, first_line
+from slimx.errors import DeadlineError, SlimxError, duration, first_line
 from slimx.extras.recovery.mirror_store import MirrorLost, MirrorStore
 from slimx.orchestration.ranks.trainers import TrainerGroup
 from slimx.runtime.logs import begin_log
@@ -129,7 +129,7 @@ class Mirrors:
             self.step = step
         except TimeoutError:
             self.note(
-                f"the mirrors of step {step} were not complete within {limit:.0f} s; recovery uses the previous mirrors"
+                f"the mirrors of step {step} were not complete within {duration(limit)}; recovery uses previous mirrors"
             )
         except MirrorLost as error:
             await self._lose(error)

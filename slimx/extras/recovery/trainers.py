@@ -27,7 +27,7 @@ import psutil
 from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import has_died, kill
 from slimx.data.batch import TrainBatch
-from slimx.errors import DeadlineError, PartLost, SlimxError, first_line
+from slimx.errors import DeadlineError, PartLost, SlimxError, counted, first_line
 from slimx.extras.recovery.kill_workers import kill_on_nodes
 from slimx.extras.recovery.ledger import Base, Ledger, TrainedStep, check_close, check_same
 from slimx.extras.recovery.mirror_store import MirrorLost
@@ -290,7 +290,7 @@ class TrainerRecovery(RankLossHandler):
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in ({"processes": processes} | slowest).items())
         self.records.table.note(
             f"trainers are running again after step {step}: started in {processes + started:.1f} s ({parts}), loaded "
-            f"{source} in {loaded:.1f} s, trained {step - first} steps again in {trained:.1f} s"
+            f"{source} in {loaded:.1f} s, trained {counted(step - first, 'step')} again in {trained:.1f} s"
         )
         return again
 

@@ -166,10 +166,11 @@ class DeltaNets(LayerKind):
         return 2 * net.key + 3 * net.value + 2 * net.values
 
     def kernels(self, device: str, packages: Collection[str]) -> tuple[str, ...]:
-        if device == "cuda" and "fla" in packages:
+        if device != "cuda":
+            return ()
+        if "fla" in packages:
             return ("gated delta rule: flash-linear-attention's kernels",)
-        missing = "flash-linear-attention is not installed" if device == "cuda" else "no CUDA device"
-        return (f"gated delta rule in plain torch: {missing}",)
+        return ("gated delta rule in plain torch: flash-linear-attention is not installed",)
 
     def decoder_spec(self, transformer: Any, chunk: int | None) -> Any:
         from slimx.extras.recurrent.adapters.megatron.delta_net import decoder_spec

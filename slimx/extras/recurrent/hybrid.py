@@ -90,13 +90,12 @@ class HybridLayers(LayerKind):
         return layers * sizes.mixed * (sizes.width - 1), layers * sizes.inner * sizes.state
 
     def kernels(self, device: str, packages: Collection[str]) -> tuple[str, ...]:
-        if "M" not in self.pattern:
+        if "M" not in self.pattern or device != "cuda":
             return ()
         absent = [name for name in ("mamba_ssm", "causal_conv1d") if name not in packages]
-        if device == "cuda" and not absent:
+        if not absent:
             return ("state-space rule of Mamba-2: mamba_ssm's kernels",)
-        missing = f"{' and '.join(absent)} not installed" if device == "cuda" else "no CUDA device"
-        return (f"state-space rule of Mamba-2 in plain torch: {missing}",)
+        return (f"state-space rule of Mamba-2 in plain torch: {' and '.join(absent)} not installed",)
 
     def decoder_spec(self, transformer: Any, chunk: int | None) -> Any:
         from slimx.extras.recurrent.adapters.megatron.mamba import stack_spec

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slimx.extras.report.curves import measured, metrics_of
-from slimx.extras.report.meanings import About, about
+from slimx.extras.report.meanings import About, about, digits, shown
 from slimx.observability.tracking.metrics import StepRecord
 
 RECENT_STEPS = 10
@@ -50,7 +50,7 @@ FIGURES = (
     Figure("Staleness (off-policy lag), versions", "staleness/max", Over.HIGHEST),
     Figure("Dropped groups", "dropped/total", Over.SUM),
     Figure("Tokens per second", "perf/tokens_per_second", Over.RECENT),
-    Figure("Seconds per step", "time/step", Over.RECENT),
+    Figure("Time per step", "time/step", Over.RECENT),
     Figure("Trainer memory, MiB", r"memory/.+_peak_mib", Over.HIGHEST),
     Figure("Skipped optimizer steps", "optim/skipped", Over.SUM, if_zero=False),
     Figure("Optimizer steps without a gradient", "optim/zero_gradient", Over.SUM, if_zero=False),
@@ -109,8 +109,8 @@ def other_cards(summary: Mapping[str, object], *, all_of_them: bool) -> list[Car
 
 
 def _card(figure: Figure, metric: str, steps: Sequence[int], values: Sequence[float]) -> Card:
-    first = f"step {steps[0]}: {digits(values[0])}"
-    last = f"step {steps[-1]}: {digits(values[-1])}"
+    first = f"step {steps[0]}: {shown(metric, values[0])}"
+    last = f"step {steps[-1]}: {shown(metric, values[-1])}"
     more = [last]
     if figure.over is Over.NEWEST:
         value = values[-1]
@@ -129,20 +129,10 @@ def _card(figure: Figure, metric: str, steps: Sequence[int], values: Sequence[fl
     if len(steps) == 1:
         scope = f"step {steps[0]}"
         more = []
-    return Card(title=figure.title, value=digits(value), scope=scope, more=more, about=about(metric))
+    return Card(title=figure.title, value=shown(metric, value), scope=scope, more=more, about=about(metric))
 
 
 def mean(values: Sequence[float] | np.ndarray) -> float:
     """Returns the mean of the finite values; NaN if there are none."""
     finite = np.array(values)[np.isfinite(values)]
     return float(finite.mean()) if finite.size else math.nan
-
-
-def digits(value: float) -> str:
-    """Formats a number with four significant digits (three below 0.001), or with all integer digits if it is at least
-    1,000 and below a billion. A boolean is `yes` or `no`."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int) or (math.isfinite(value) and 1e3 <= abs(value) < 1e9):
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) < 1e-3 else f"{value:.4g}"

@@ -11,12 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import yaml
+from pydantic import ValidationError
 
+from slimx.config.schema import CHECKED, Config
+from slimx.config.sections.algorithm import Algorithm
 from slimx.errors import SlimxError
-from slimx.extras.report.cards import RECENT_STEPS, digits, mean
+from slimx.extras.report.cards import RECENT_STEPS, mean
 from slimx.extras.report.charts import PALETTE, Chart
 from slimx.extras.report.curves import RUNNING_MEAN_STEPS, Source, draw_panel, measured, metrics_of
-from slimx.extras.report.meanings import Best, about, good
+from slimx.extras.report.meanings import Best, about, good, shown
 from slimx.extras.report.panels import panels_of_one
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.run_files import RunFiles, read_run
@@ -28,6 +31,8 @@ AXIS_POINTS = 300
 NAMES_OF_RUN = ("run.dir", "run.name")
 """Keys of the configuration that differ in all runs and are not listed."""
 NOT_SET = "not set"
+type ConfigRow = tuple[str, list[str]]
+"""Key of a configuration, and its value in each run as text."""
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
@@ -143,7 +148,8 @@ def value_rows(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
             value = float(values[-1]) if series.sparse else mean(values[-RECENT_STEPS:])
             if np.isfinite(value):
                 final[number] = value
-            cells.append({"final": digits(value), "best": _best(steps, values, aim), "leads": False})
+            best = _best(series.key, steps, values, aim)
+            cells.append({"final": shown(series.key, value), "best": best, "leads": False})
         if aim is not Best.NONE and len({*final.values()}) > 1:
             choose = max if aim is Best.HIGHEST else min
             cells[choose(final, key=final.__getitem__)]["leads"] = True
@@ -151,26 +157,58 @@ def value_rows(runs: Sequence[RunFiles]) -> list[dict[str, Any]]:
     return rows
 
 
-def _best(steps: np.ndarray, values: np.ndarray, aim: Best) -> str:
+def _best(metric: str, steps: np.ndarray, values: np.ndarray, aim: Best) -> str:
     """Describes the best of `values` and its step; "" for a metric without a best side, and without finite values."""
     if aim is Best.NONE or not np.isfinite(values).any():
         return ""
     best = np.nanargmax(values) if aim is Best.HIGHEST else np.nanargmin(values)
-    return f"{digits(float(values[best]))} (step {steps[best]})"
+    return f"{shown(metric, float(values[best]))} (step {steps[best]})"
 
 
-def config_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """Returns the keys of the configurations that differ, each with its value in every run as text."""
+def config_rows(runs: Sequence[RunFiles]) -> tuple[list[ConfigRow], list[ConfigRow]]:
+    """Returns the keys of the configurations that differ, each with its value in every run as text: those that a user
+    has set in at least one run, and those that are defaults or follow from other keys in all runs."""
     flat = [_flat(_settings(run)) for run in runs]
+    chosen: set[str] = set()
     keys: dict[str, None] = {}
-    for settings in flat:
+    for run, settings in zip(runs, flat, strict=True):
+        chosen |= _chosen(_settings(run), settings)
         keys.update(dict.fromkeys(settings))
-    rows = []
+    written: list[ConfigRow] = []
+    others: list[ConfigRow] = []
     for key in keys:
-        values = [settings.get(key, NOT_SET) for settings in flat]
+        values = [_value(settings, key) for settings in flat]
         if len({*values}) > 1 and key not in NAMES_OF_RUN:
+            rows = written if key in chosen else others
             rows.append((key, values))
-    return rows
+    inner = {key for key, _ in written}
+    written = [row for row in written if not any(key.startswith(f"{row[0]}.") for key in inner)]
+    return written, others
+
+
+def _value(settings: dict[str, str], key: str) -> str:
+    """Returns the value of `key`, or a word that says whether a run without the value sets parts of the key."""
+    if key not in settings and any(other.startswith(f"{key}.") for other in settings):
+        return "set"
+    return settings.get(key, NOT_SET)
+
+
+def _chosen(settings: dict[str, Any], flat: dict[str, str]) -> set[str]:
+    """Returns those keys of the configuration `settings`, whose leaves are `flat`, that differ from the defaults of
+    this version of slimx and from what `algorithm.name` sets, and the keys that contain them. These are all keys of a
+    configuration that this version does not accept, such as one of another version."""
+    try:
+        config = Config.model_validate(settings, context=CHECKED)
+        preset = Algorithm(name=config.algorithm.name).model_dump(mode="json")
+    except (ValidationError, SlimxError):
+        return {*flat}
+    fixed = _flat({"algorithm": preset | {"name": None}})
+    chosen: set[str] = set()
+    for key, value in _flat(config.model_dump(mode="json", exclude_defaults=True)).items():
+        if fixed.get(key) != value:
+            parts = key.split(".")
+            chosen.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return chosen
 
 
 def _settings(run: RunFiles) -> dict[str, Any]:

@@ -75,6 +75,9 @@ def _run_panel(panel: Panel, present: Sequence[Series], records: Sequence[StepRe
         color = PALETTE[panel.series.index(series)]
         sources.append(Source(series=series, records=records, label=series.label, color=color))
     chart = draw_panel(panel, sources, points)
+    chart.title = panel.title_of(present)
+    if len(present) < len(panel.series):
+        chart.figure.update_layout(showlegend=len(present) > 1)
     chart.about = [about(series.key, series.label if len(present) > 1 else "") for series in present]
     return chart
 

@@ -1,13 +1,16 @@
-"""Texts that explain cards and charts: the meaning of a metric, from slimx's table of metrics, and its good values."""
+"""Texts of cards and charts: the meaning of a metric, from slimx's table of metrics, its good values, and its values as
+text."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from slimx.config.sections.policies import policy_of
+from slimx.errors import duration
 from slimx.observability.tracking.names import find
 
 
@@ -104,6 +107,8 @@ TERMS: Mapping[str, str] = {
 }
 """Terms that the pages use, with the usual words for them."""
 
+_SECONDS = re.compile(r"(policy/[^/]+/)?time/.+|.+_seconds")
+"""Pattern of the names of metrics that are durations in seconds."""
 _OF_CRITIC = re.compile(r"critic/(?=grad_norm|lr|skipped|zero_gradient)")
 
 
@@ -148,6 +153,21 @@ def good(metric: str) -> Good:
     """Returns the good values of `metric`; without text if they are unknown."""
     entry = find(_of_actor(metric))
     return GOOD.get("" if entry is None else entry.name, Good(""))
+
+
+def shown(metric: str, value: float) -> str:
+    """Formats a value of `metric`: with a unit if it is a duration."""
+    return duration(value) if _SECONDS.fullmatch(metric) and math.isfinite(value) else digits(value)
+
+
+def digits(value: float) -> str:
+    """Formats a number with three significant digits, or with all integer digits if it is at least 1,000 and below a
+    billion. A boolean is `yes` or `no`."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) or (math.isfinite(value) and 999.5 <= abs(value) < 1e9):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def _of_actor(metric: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -34,6 +34,12 @@ class Panel:
         self.thousands = thousands
         self.legend = legend or len(series) > 1
 
+    def title_of(self, present: Sequence[Series]) -> str:
+        """Returns the title of a chart that contains only `present`, some of the panel's metrics."""
+        if len(present) > 1 or len(self.series) == 1:
+            return self.title
+        return present[0].alone or f"{self.title}: {present[0].label}"
+
 
 PANELS = (
     Panel(
@@ -54,19 +60,30 @@ PANELS = (
         Series("response/failed_mean_tokens", "wrong answers"),
     ),
     Panel("Entropy of the policy, nats", Series("policy/entropy", "entropy")),
-    Panel("Loss", Series("loss/policy", "policy"), Series("loss/sft", "supervised"), Series("value/loss", "critic")),
     Panel(
-        "Fraction of clipped tokens", Series("loss/clip_fraction", "policy"), Series("value/clip_fraction", "critic")
+        "Loss",
+        Series("loss/policy", "policy", alone="Loss of the policy"),
+        Series("loss/sft", "supervised", alone="Loss, supervised"),
+        Series("value/loss", "critic", alone="Loss of the critic"),
+    ),
+    Panel(
+        "Fraction of clipped tokens",
+        Series("loss/clip_fraction", "policy", alone="Fraction of clipped tokens"),
+        Series("value/clip_fraction", "critic"),
     ),
     Panel("KL divergence from the reference", Series("kl/reference", "KL")),
-    Panel("Gradient norm", Series("optim/grad_norm", "norm"), Series("critic/grad_norm", "critic")),
+    Panel(
+        "Gradient norm",
+        Series("optim/grad_norm", "policy", alone="Gradient norm"),
+        Series("critic/grad_norm", "critic"),
+    ),
     Panel("Log-prob gap (train-inference mismatch)", Series("gap/mean", "mean"), Series("gap/max", "max"), log=True),
     Panel(
         "Tokens with a gap above 1e-5",
         Series("gap/tokens_above_1e-5", "all"),
         Series("gap/tokens_other_routes", "routed to other experts"),
     ),
-    Panel("Learning rate", Series("optim/lr", "rate"), Series("critic/lr", "critic")),
+    Panel("Learning rate", Series("optim/lr", "policy", alone="Learning rate"), Series("critic/lr", "critic")),
     Panel("Staleness (off-policy lag), versions", Series("staleness/mean", "mean"), Series("staleness/max", "max")),
     Panel("Turns per rollout", Series("rollout/turns_mean", "mean"), Series("rollout/turns_max", "max")),
     Panel("Tokens per second", Series("perf/tokens_per_second", "tokens/s"), thousands=True),
@@ -105,8 +122,7 @@ def panels_of_one(names: Collection[str]) -> list[Panel]:
     for panel in PANELS:
         for series in panel.series:
             if series.key in names:
-                title = panel.title if len(panel.series) == 1 else f"{panel.title}: {series.label}"
-                out.append(Panel(series.alone or title, series, log=panel.log, thousands=panel.thousands))
+                out.append(Panel(panel.title_of([series]), series, log=panel.log, thousands=panel.thousands))
     for title, pattern in (*FAMILIES, ("Logged by a hook", LOGGED)):
         for name, label in matching(names, pattern):
             out.append(Panel(f"{title}: {label}", Series(name, label, sparse=is_sparse(name))))

@@ -8,12 +8,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from slimx.errors import duration
 from slimx.extras.report.charts import GRID, Chart, PhaseColors, new_figure, run_length, step_axis, thin
 from slimx.extras.report.meanings import About, about
 from slimx.observability.tracking.phases import Phase, Placed, place
 
 GANTT_STEPS = 6
 GANTT_ROWS = 24
+REST = ", rest"
+"""End of the name of a phase that contains other phases, in the legend."""
+PHASE_WORDS = {
+    "publish": "weight sync, from trainers to engines",
+    "eval": "answers to held-out prompts",
+    "save_wait": "wait until a checkpoint is written",
+    "checkpoint": "writes a checkpoint while the run goes on",
+}
+"""Words for phases whose names do not say what they are."""
 TRACKS = About(
     label="",
     metric="time/{phase}",
@@ -35,7 +45,20 @@ def phase_charts(phases: Sequence[Phase], *, points: int, colors: PhaseColors) -
         name = item.phase.name
         if name not in by_name:
             by_name[name] = colors.of(name)
-    return [*_seconds_by_phase(placed, by_name, points), *_gantt(placed, by_name)]
+    charts = _seconds_by_phase(placed, by_name, points)
+    tracks = _gantt(placed, by_name)
+    if charts and tracks:
+        _name_further(charts[0], tracks[0])
+    return [*charts, *tracks]
+
+
+def _name_further(chart: Chart, tracks: Chart) -> None:
+    """Adds the phases that only the Gantt chart `tracks` contains, because they belong to no step, to the legend of the
+    chart above it."""
+    named = {bar.name for bar in chart.figure.data}
+    for bar in tracks.figure.data:
+        if not named & {bar.name, f"{bar.name}{REST}"}:
+            chart.figure.add_bar(x=[None], y=[None], name=bar.name, marker=bar.marker)
 
 
 def _steps(placed: Sequence[Placed]) -> list[int]:
@@ -73,17 +96,18 @@ def _seconds_by_phase(placed: Sequence[Placed], colors: dict[str, str], points: 
         x, y = thin(np.array(steps), values, points, peak=False)
         label = name
         if name in parents:
-            label = f"{name}, rest"
+            label = name + REST
         chart.figure.add_bar(
             x=x.astype(np.int32),
             y=y.astype(np.float32),
             name=label,
             marker={"color": colors[name], "line": {"width": 0}},
-            hovertemplate="%{y:.2f} s",
+            hovertemplate="%{y:.3~s}s",
         )
     chart.figure.update_layout(hovermode="x unified")
-    if "publish" in seconds:
-        chart.notes.append("publish: weight sync, from trainers to engines.")
+    named = [f"{name}: {words}" for name, words in PHASE_WORDS.items() if name in seconds]
+    if named:
+        chart.notes.append(f"{'; '.join(named)}.")
     if len(steps) > points:
         chart.notes.append(f"Each bar is the mean of {run_length(len(steps), points)} steps.")
     if parents:
@@ -91,7 +115,7 @@ def _seconds_by_phase(placed: Sequence[Placed], colors: dict[str, str], points: 
     if len(tracks) > 1:
         chart.notes.append("Tracks run in parallel, so a bar may be longer than the duration of its step.")
     if outside:
-        listed = ", ".join(f"{name} {value:.1f} s" for name, value in outside.items())
+        listed = ", ".join(f"{name} {duration(value)}" for name, value in outside.items())
         chart.notes.append(f"Outside of steps: {listed}.")
     return [chart]
 
@@ -137,7 +161,7 @@ def _gantt(placed: Sequence[Placed], colors: dict[str, str]) -> list[Chart]:
             insidetextanchor="middle",
             textfont={"color": "white"},
             customdata=drawn.step,
-            hovertemplate="step %{customdata}: %{x:.2f} s",
+            hovertemplate="step %{customdata}: %{x:.3~s}s",
         )
     # Only the first row of a track is labeled; the rows below it are its nested and overlapping phases.
     named = {track: number for (track, _, _), number in reversed(rows.items())}
@@ -154,7 +178,8 @@ def _gantt(placed: Sequence[Placed], colors: dict[str, str]) -> list[Chart]:
     chart.figure.update_layout(barmode="overlay", uniformtext={"minsize": 10, "mode": "hide"}, hovermode="closest")
     _mark_steps(chart, inside, steps, origin)
     chart.figure.update_layout(showlegend=False, margin={"t": 24})
-    chart.notes.append("Colors as above. A bar below a longer one of its track is nested in it or overlaps with it.")
+    chart.notes.append("Colors as above; numbers above the tracks are steps.")
+    chart.notes.append("A bar below a longer one of its track is nested in it or overlaps with it.")
     return [chart]
 
 
@@ -165,8 +190,7 @@ def _mark_steps(chart: Chart, items: Sequence[Placed], steps: Sequence[int], ori
         if phase.step is not None:
             starts[phase.step] = min(phase.start, starts.get(phase.step, phase.start))
     for step in steps:
-        label = f"step {step}" if step == steps[0] else str(step)
-        _mark_step(chart, starts[step] - origin, label)
+        _mark_step(chart, starts[step] - origin, str(step))
 
 
 def _mark_step(chart: Chart, start: float, label: str) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, duration
 from slimx.extras.alerts.log import alert_lines, alerts_of, least_passing
-from slimx.extras.report.cards import cards, digits, other_cards
+from slimx.extras.report.cards import cards, other_cards
 from slimx.extras.report.charts import PALETTE, Chart, PhaseColors
 from slimx.extras.report.comparison import config_rows, overlaid, read_runs, run_names, value_rows, x_axes
 from slimx.extras.report.curves import curves
-from slimx.extras.report.meanings import TERMS
+from slimx.extras.report.meanings import TERMS, digits, shown
 from slimx.extras.report.phase_charts import phase_charts
 from slimx.extras.report.previews import Previews
 from slimx.extras.report.samples import sample_table, training_table
@@ -191,11 +191,7 @@ def _extent(run: RunFiles) -> str:
             parts.append(f"weight versions {min(versions)} to {max(versions)}")
         start = min([first.time, *(phase.start for phase in run.phases)])
         parts.append(f"{datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC")
-        minutes = round((last.time - start) / 60)
-        duration = f"{minutes} min"
-        if minutes >= 60:
-            duration = f"{minutes // 60} h {minutes % 60} min"
-        parts.append(duration)
+        parts.append(duration(last.time - start))
     return " · ".join(parts)
 
 
@@ -208,6 +204,6 @@ def _metric_rows(steps: Sequence[StepRecord]) -> list[tuple[str, ...]]:
     rows = []
     for key, values in sorted(by_key.items()):
         numbers = [value for value in values if not math.isnan(value)] or [math.nan]
-        shown = (values[0], values[-1], min(numbers), max(numbers))
-        rows.append((key, str(len(values)), *(digits(value) for value in shown)))
+        chosen = (values[0], values[-1], min(numbers), max(numbers))
+        rows.append((key, str(len(values)), *(shown(key, value) for value in chosen)))
     return rows

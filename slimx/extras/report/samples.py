@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slimx.extras.report.cards import digits
+from slimx.errors import counted
+from slimx.extras.report.meanings import digits
 from slimx.extras.report.previews import Shown
 from slimx.observability.tracking.samples import Comparison, RecordedSample, spread
 
@@ -29,10 +30,10 @@ def sample_table(comparison: Comparison, show: Show, passing: float, rows: int) 
         note = f"{kind} rollouts of step {steps[0]}, the only step that has samples."
     else:
         listed = ", ".join(map(str, steps[:-1]))
-        note = f"{kind} rollouts of steps {listed} and {steps[-1]}; {comparison.common} prompts have a rollout at both "
-        note += "the first and the last of these steps."
+        note = f"{kind} rollouts of steps {listed} and {steps[-1]}; {counted(comparison.common, 'prompt')} with a "
+        note += "rollout at both the first and the last of these steps."
     if total > len(shown):
-        note += f" {len(shown)} of {total} prompts are shown, in the order of the file."
+        note += f" Shown are {len(shown)} of {counted(total, 'prompt')}, in the order of the file."
     table = []
     for row in shown:
         cells = [_cell(sample, row.samples[0], passing) for sample in row.samples]
@@ -98,4 +99,4 @@ def _cut(text: str) -> str:
     left = len(text) - SAMPLE_CHARACTERS
     if left <= 0:
         return text
-    return f"{text[:SAMPLE_CHARACTERS]}\n[{left:,} more characters]"
+    return f"{text[:SAMPLE_CHARACTERS]}\n[{counted(left, 'more character')}]"

@@ -7,6 +7,7 @@ import html
 from collections.abc import Iterable
 from typing import Any, overload
 
+from slimx.errors import counted
 from slimx.json_types import Json
 from slimx.observability.live.safe_text import one_line
 
@@ -61,7 +62,12 @@ class Rows(list[Json]):
             lines = [line + cell.rjust(width) for line, cell in zip(lines, cells, strict=True)]
         names = ", ".join(columns[written:])
         more = f"; further columns: {_cut(names, WIDTH)}" if names else ""
-        return "\n".join([*(line for line in lines if columns), f"{len(self)} rows, {len(columns)} columns{more}"])
+        return "\n".join(
+            [
+                *(line for line in lines if columns),
+                f"{counted(len(self), 'row')}, {counted(len(columns), 'column')}{more}",
+            ]
+        )
 
     def _check(self, names: Iterable[str]) -> None:
         """Raises KeyError for a column that no row has."""
@@ -84,7 +90,7 @@ class Rows(list[Json]):
         head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
         lines = []
         for row in self._shown():
-            cells = f'<td colspan="{len(columns)}">{len(self) - SHOWN} more rows</td>'
+            cells = f'<td colspan="{len(columns)}">{counted(len(self) - SHOWN, "more row")}</td>'
             if row is not None:
                 cells = "".join(f"<td>{html.escape(_text(row.get(name)))}</td>" for name in columns)
             lines.append(f"<tr>{cells}</tr>")

@@ -10,7 +10,7 @@ from slimx.config.sections.critic import Critic, critic_keys, critic_trainer
 from slimx.config.sections.general import Schedule
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.rules.flow import UPDATE, update_rows
 from slimx.rules.layout import split_problems
 from slimx.rules.unproven import sections_in, table_problems
@@ -50,8 +50,8 @@ def feeds_critic(rollout: Rollout, schedule: Schedule, critic_sizes: Sizes | Non
     rows = update_rows(rollout, schedule)
     if critic_sizes is not None and rows < critic_sizes.data:
         yield (
-            f"an update has only {rows} rollouts {UPDATE}, but each of the critic's {critic_sizes.data} data-parallel "
-            f"ranks needs at least one rollout; lower critic.layout.data to at most {rows}"
+            f"an update has only {counted(rows, 'rollout')} {UPDATE}, but each of the critic's "
+            f"{critic_sizes.data} data-parallel ranks needs at least one; lower critic.layout.data to at most {rows}"
         )
 
 

@@ -18,7 +18,7 @@ from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Group
 from slimx.data.saved.step_files import DIRECTORY, TOKENIZER, read_step, read_step_about, step_files
 from slimx.data.saved.trained_tokens import read_trained
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.extras.watch.show import Decode, Json, group_lines, group_values, prompt_line, prompt_values
 from slimx.observability.tracking.jsonl import load_records
 from slimx.observability.tracking.run_files import check_run, read_config
@@ -233,7 +233,8 @@ def steps_lines(values: Json) -> Iterator[str]:
 def step_lines(values: Json) -> Iterator[str]:
     """Yields the result of `step_of` as lines of text."""
     shown = len(values["groups"])
-    yield f"step {values['step']}, trained at version {values['version']}: {shown} of {shown + values['hidden']} groups"
+    groups = counted(shown + values["hidden"], "group")
+    yield f"step {values['step']}, trained at version {values['version']}: {shown} of {groups}"
     yield from values["problems"]
     for group in values["groups"]:
         yield from group_lines(group)
@@ -244,15 +245,16 @@ def buffer_lines(values: Json) -> Iterator[str]:
     """Yields the result of `buffer_of` as lines of text."""
     complete = sum(ticket["group"] is not None for ticket in values["waiting"])
     yield (
-        f"{values['checkpoint']}, after step {values['step']}: {complete} complete groups, "
+        f"{values['checkpoint']}, after step {values['step']}: {counted(complete, 'complete group')}, "
         f"{len(values['waiting']) - complete} incomplete"
     )
     yield from values["problems"]
     for ticket in values["waiting"]:
         if ticket["group"] is None:
             yield (
-                f"unfinished group {ticket['number']}, {prompt_line(ticket['prompt'])}: {ticket['complete_rollouts']} "
-                f"rollouts complete, {ticket['sampled_tokens']} tokens of unfinished ones"
+                f"unfinished group {ticket['number']}, {prompt_line(ticket['prompt'])}: "
+                f"{counted(ticket['complete_rollouts'], 'complete rollout')}, "
+                f"{counted(ticket['sampled_tokens'], 'token')} of unfinished ones"
             )
         else:
             yield from group_lines(ticket["group"])
@@ -261,7 +263,7 @@ def buffer_lines(values: Json) -> Iterator[str]:
 
 def dropped_lines(values: Json, limit: int) -> Iterator[str]:
     """Yields the result of `dropped_of` as lines of text, limited to the newest `limit` groups."""
-    yield f"{len(values['dropped'])} groups were dropped"
+    yield counted(len(values["dropped"]), "dropped group")
     for reason, count in values["reasons"].items():
         yield f"{count:>6}  {reason}"
     for record in values["dropped"][-limit:]:
@@ -274,7 +276,7 @@ def dropped_lines(values: Json, limit: int) -> Iterator[str]:
 
 def _hidden(values: Json) -> Iterator[str]:
     if values["hidden"]:
-        yield f"{values['hidden']} more groups; --limit 0 shows all"
+        yield f"{counted(values['hidden'], 'more group')}; --limit 0 shows all"
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def _trained_token(trained: TrainedTokens, position: int) -> Json:
 
 def group_lines(group: Json) -> Iterator[str]:
     """Yields lines of text that describe `group`, a result of `group_values`."""
-    line = f"group {group['id']}, {prompt_line(group['prompt'])}, {len(group['trajectories'])} trajectories, "
+    line = f"group {group['id']}, {prompt_line(group['prompt'])}, trajectories: {len(group['trajectories'])}, "
     line += f"reward {_shown(group['reward'])}"
     if group["baseline"] is not None:
         line += f", baseline {group['baseline']:.3f}"

@@ -15,10 +15,11 @@ from typing import Any
 from slimx.cluster.restarts import Restart
 from slimx.config.sections.general import Stall
 from slimx.config.sections.policies import policy_of
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, duration
 from slimx.extras.alerts.lines import last_lines
 from slimx.extras.alerts.log import alerts_of
 from slimx.extras.alerts.pace import SILENT_S, PhasePace, phase_pace
+from slimx.extras.report.meanings import shown
 from slimx.observability.live.activity import activity_lines, read_activity
 from slimx.observability.live.run_lock import is_locked
 from slimx.observability.live.stacks import stacks, stacks_text
@@ -126,14 +127,14 @@ def describe_status(status: dict[str, Any]) -> list[str]:
         state = "not running"
     line = f"run      {status['name']}: {state}, step {status['step']} of {status['steps']}"
     if status["seconds_ago"] is not None:
-        line += f", written {status['seconds_ago']} s ago"
+        line += f", written {duration(status['seconds_ago'])} ago"
     if status["phase"] and not status["finished"]:
         line += f", last phase {status['phase']}"
     lines = [line]
     metrics = status["metrics"]
-    shown = _shown(metrics)
-    if shown:
-        lines.append(f"step     {shown}")
+    values = _shown(metrics)
+    if values:
+        lines.append(f"step     {values}")
     words = [text for key, text in WORDS.items() if metrics.get(key) is not None]
     if words:
         lines.append(f"         of step {status['step']} alone; {'; '.join(words)}")
@@ -179,7 +180,7 @@ def _shown(metrics: Mapping[str, float], prefix: str = "") -> str:
     for key in SHOWN:
         value = metrics.get(prefix + key)
         if value is not None:
-            parts.append(f"{key} {value:.4g}")
+            parts.append(f"{key} {shown(key, value)}")
     return ", ".join(parts)
 
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from slimx.durable import write_atomic
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted, duration
 from slimx.json_types import Json
 from slimx.observability.tracking.guard import Guard
 
@@ -99,15 +99,15 @@ def activity_lines(activity: Json, now: float, usual: float | None) -> list[str]
     duration of the current phase in seconds, if known."""
     phase = activity["phase"]
     trainers, engines = PARTS.get(phase, (phase, ""))
-    lines = [f"now      step {activity['step']}: {phase} for {_seconds(now - activity['since'])}"]
+    lines = [f"now      step {activity['step']}: {phase} for {duration(now - activity['since'])}"]
     if usual is not None:
-        lines[0] += f", usually {_seconds(usual)}"
+        lines[0] += f", usually {duration(usual)}"
     silent = now - activity["written"]
     if silent > 10 * EVERY_S:
-        lines.append(f"         last update {_seconds(silent)} ago: the driver is busy, stopped or lost")
+        lines.append(f"         last update {duration(silent)} ago: the driver is busy, stopped or lost")
     awaited = activity.get("awaited")
     if awaited is not None:
-        lines.append(f"waits    for {awaited['what']}, for {_seconds(now - awaited['since'])}; deadlines are suspended")
+        lines.append(f"waits    for {awaited['what']}, for {duration(now - awaited['since'])}; deadlines are suspended")
     lines.append(f"trainers {trainers}")
     late = activity.get("late")
     if late is not None and 0 < len(late["ranks"]) < late["of"]:
@@ -130,16 +130,16 @@ def _late_lines(late: Json) -> list[str]:
 def _rollout_lines(rollouts: Json, engines: str, now: float) -> list[str]:
     if not engines:
         engines = _engine_work(rollouts)
-    groups = f"{rollouts['open']} groups: {rollouts['generating']} being generated, {rollouts['done']} complete"
+    groups = f"{counted(rollouts['open'], 'group')}: {rollouts['generating']} generating, {rollouts['done']} complete"
     if rollouts["held"]:
         groups += f", {rollouts['held']} more start after the next publication (weight sync)"
-    lines = [f"engines  {engines}; {rollouts['requests']} requests in flight", f"rollouts {groups}"]
+    lines = [f"engines  {engines}; {counted(rollouts['requests'], 'request')} in flight", f"rollouts {groups}"]
     oldest = rollouts["oldest"]
     if oldest is not None:
         lines.append(
             f"oldest   group {oldest['group']} of prompt {oldest['prompt']}, started "
-            f"{_seconds(now - oldest['since'])} ago with version {oldest['version']}: {oldest['done']} of "
-            f"{oldest['rollouts']} rollouts complete"
+            f"{duration(now - oldest['since'])} ago with version {oldest['version']}: {oldest['done']} of "
+            f"{counted(oldest['rollouts'], 'rollout')} complete"
         )
         if oldest["due"] is not None:
             lines[-1] += f", trained in step {oldest['due']} at the latest"
@@ -152,11 +152,3 @@ def _engine_work(rollouts: Json) -> str:
     if rollouts["generating"]:
         return "generate ahead"
     return "are idle, because everything that the staleness bound allows is generated"
-
-
-def _seconds(seconds: float) -> str:
-    """Formats a duration in seconds as `12 s`, `3 min 5 s` or `2 h 5 min`."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    if minutes < 1:
-        return f"{rest} s"
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

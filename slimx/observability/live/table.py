@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from slimx.errors import duration
 from slimx.observability.live.safe_text import visible
 
 SHOWN_STEPS = 12
@@ -55,14 +56,15 @@ TOKENS_PER_SECOND = TableColumn("tokens/s", "perf/tokens_per_second", ",.0f")
 SECONDS = TableColumn("seconds", "time/step", ".1f")
 """Columns that several of the tables below share."""
 LEGEND = (
-    "gap: train-inference mismatch of log-probs; stale: versions between sampling and training; publish: weight sync"
+    "gap: train-inference mismatch of log-probs; stale: versions between sampling and training; publish: weight "
+    "sync; times in seconds"
 )
 """Usual words for titles of columns, printed before tables with `GAP`."""
 
 RL_COLUMNS = (
     STEP,
     REWARD,
-    TableColumn("loss", "loss/policy", ".4f"),
+    TableColumn("loss", "loss/policy", "z.4f"),
     TableColumn("KL", "kl/reference", ".1e"),
     GAP,
     TableColumn("stale", "staleness/max", ".0f"),
@@ -146,17 +148,17 @@ class LiveTable:
         self._live: Live | None = None
 
     def __enter__(self) -> LiveTable:
-        if GAP in self._columns:
-            self.note(LEGEND)
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=2)
             self._live.start()
+            self._explain()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end_phase()
+        self._phase_seconds.clear()
         self._progress.update(self._task, phase="")
         if self._live is not None:
             self._live.stop()
@@ -211,10 +213,18 @@ class LiveTable:
     def _print_line(self, metrics: Mapping[str, float]) -> None:
         cells = [column.text(metrics) for column in self._columns]
         self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, cells, strict=True)]
+        if not self._lines:
+            self._explain()
         if self._lines % HEADER_EVERY == 0:
             self.note(self._aligned([*(column.title for column in self._columns), "left"]))
         self._lines += 1
-        self.note(self._aligned([*cells, _hours(self._progress.tasks[0].time_remaining)]))
+        left = self._progress.tasks[0].time_remaining
+        self.note(self._aligned([*cells, MISSING if left is None else duration(left)]))
+
+    def _explain(self) -> None:
+        """Prints usual words for titles of columns."""
+        if GAP in self._columns:
+            self.note(LEGEND)
 
     def _aligned(self, cells: Sequence[str]) -> str:
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, [*self._widths, 8], strict=True))
@@ -245,7 +255,7 @@ class LiveTable:
         if self._phase is not None or self._phase_seconds:
             table.add_row(*self._current_cells(), style="dim")
         if self._start is not None:
-            now = f"now  {self._start}, {self._clock() - self._since:.0f} s"
+            now = f"now  {self._start}, {duration(self._clock() - self._since)}"
             return Group(self._progress, table, Text(now, "dim"))
         return Group(self._progress, table)
 
@@ -257,12 +267,3 @@ def _cell(text: str) -> Text:
     elif text == MISSING:
         style = "dim"
     return Text(text, style)
-
-
-def _hours(seconds: float | None) -> str:
-    """Formats a duration in seconds: `1:02:03` for 3723, `-` for None."""
-    if seconds is None:
-        return MISSING
-    minutes, second = divmod(int(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02}:{second:02}"

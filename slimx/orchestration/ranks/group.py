@@ -18,7 +18,7 @@ from slimx.cluster.place import Actor, identity_of
 from slimx.cluster.starting import start_deadline
 from slimx.cluster.waiting import KILL_S, ask_ray, gather, kill
 from slimx.config.schema import Config
-from slimx.errors import DeadlineError, PartLost
+from slimx.errors import DeadlineError, PartLost, counted
 from slimx.json_types import Json
 from slimx.layout.ranks import Sizes, coordinates
 from slimx.runtime.logs import begin_log
@@ -278,7 +278,9 @@ class PackedGpus:
             ray.get(self._group.ready(), timeout=deadline_s)
         except ray.exceptions.GetTimeoutError:
             self.release()
-            raise DeadlineError(f"{count} GPUs for {name}", deadline_s, "other users of the Ray cluster") from None
+            raise DeadlineError(
+                f"{counted(count, 'GPU')} for {name}", deadline_s, "other users of the Ray cluster"
+            ) from None
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         order = {node: index for index, node in enumerate(in_order(ray.nodes()))}
         # Ray may number the bundles of a machine in any order; the ranks of a machine must be consecutive.

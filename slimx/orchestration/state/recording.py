@@ -29,7 +29,6 @@ from slimx.observability.tracking.metrics import Signal
 from slimx.observability.tracking.phases import Phase, Timeline
 from slimx.observability.tracking.samples import RecordedSample
 from slimx.observability.tracking.tracker import Tracker, make_tracker
-from slimx.orchestration.batches import trajectories_of
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.tasks import in_thread
 
@@ -165,9 +164,7 @@ class Records:
 
     def evaluation(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Saves samples of an evaluation of the weights after `step` steps, and prints its result."""
-        rewards = [trajectory.reward for trajectory in trajectories_of(groups)]
-        binary = self.config.algorithm.scores or all(reward in (0, 1) for reward in rewards)
-        metric = "accuracy" if binary else "reward"
+        metric = "accuracy" if self.config.algorithm.scores else "reward"
         self.table.note(f"step {step}: held-out {metric} {metrics['eval/accuracy']:.3f}")
         self._write_samples(groups, step=step, version=step, evaluation=True)
 

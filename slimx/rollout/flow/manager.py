@@ -296,9 +296,9 @@ class RolloutManager:
             silent = all(failure.reason == ENGINE_DEADLINE for failure in self._failures)
             raise (PartLost if silent else SlimxError)(
                 f"{len(self._failures)} of rollout.prompts_per_step={self.config.rollout.prompts_per_step} groups "
-                f"failed, more than rollout.max_failed_share={self.config.rollout.max_failed_share} allows; correct "
-                f"the cause of the last failure, {last.reason} ({last.detail}), after `slimx doctor FILE --hooks` has "
-                "shown it if it is in a hook, or raise rollout.max_failed_share",
+                f"failed, more than rollout.max_failed_share={self.config.rollout.max_failed_share} allows; the "
+                f"last failure is {last.reason}, {last.detail}; correct its cause, which `slimx doctor FILE --hooks` "
+                "shows if it is in a hook, or raise rollout.max_failed_share",
                 code="rollout.failed",
                 about="rollout.max_failed_share",
             )

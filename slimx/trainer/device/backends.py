@@ -26,6 +26,12 @@ HYBRID = "HybridEPBuffer"
 """Class of deep_ep that exists only in DeepEP's branch hybrid-ep; the package sgl-deep-ep 0.1.2 lacks it on every
 architecture."""
 
+NO_ENGINE = (
+    "attention is unfused and uses torch's scaled_dot_product_attention, because Transformer Engine is not installed"
+)
+ON_CPUS = "trainers use torch's kernels, as always on CPUs; fused kernels need a GPU"
+"""Reason that stands for those of all kernels on a CPU, where the only choice is the usual one."""
+
 Attention = Literal["auto", "flash", "fused", "unfused"]
 
 
@@ -49,7 +55,7 @@ class Backends:
     overlap_param_gather: bool
     """True if updated weights are gathered from data-parallel ranks during the next forward pass."""
     reasons: tuple[str, ...]
-    """Messages for the log that explain the choice of each kernel."""
+    """Messages that explain the choice of kernels: on GPUs of each kernel, on CPUs only of configured ones."""
 
 
 def installed() -> frozenset[str]:
@@ -95,12 +101,11 @@ def choose_backends(
     if replaced:
         why_attention = "attention and layers are those of numerics.mode"
     fusion, why_fusion = _fusion(device, packages)
+    why_dispatcher = ""
     dispatcher = trainer.moe.dispatcher
     if dispatcher == "flex":
         why_dispatcher = f"the token dispatcher is flex ({trainer.moe.flex_backend}), as configured"
         _check_flex(trainer, device, packages)
-    else:
-        why_dispatcher = "the token dispatcher is alltoall, as configured"
     why_rounding = rounding_of(trainer).reasons(device, engine=has_engine(device, packages))
     permute, why_permute = _permute_fusion(device, packages)
     overlap, why_overlap = _overlap(trainer, device, packages, experts)
@@ -115,7 +120,7 @@ def choose_backends(
         permute_fusion=permute,
         overlap_grad_reduce=overlap,
         overlap_param_gather=trainer.overlap_param_gather,
-        reasons=reasons,
+        reasons=tuple(filter(None, reasons)),
     )
 
 
@@ -129,8 +134,7 @@ def _attention(choice: Attention, device: str, packages: Collection[str]) -> tup
     if choice == "auto":
         if engine:
             return "auto", "Transformer Engine chooses its fastest attention kernel for each shape"
-        missing = "Transformer Engine is not installed" if device == "cuda" else "there is no CUDA device"
-        return "unfused", f"attention is unfused and uses torch's scaled_dot_product_attention, because {missing}"
+        return "unfused", NO_ENGINE if device == "cuda" else ON_CPUS
     if choice == "unfused":
         kernel = "Transformer Engine's" if engine else "torch's scaled_dot_product_attention"
         return "unfused", f"attention is unfused ({kernel}), as configured"
@@ -165,7 +169,7 @@ def _missing_code(device: str) -> str:
 def _fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
     name = "gradient-accumulation fusion"
     if device != "cuda":
-        return False, f"{name} is off because there is no CUDA device"
+        return False, ""
     if "fused_weight_gradient_mlp_cuda" in packages:
         return True, f"{name} is on because apex's extension is installed"
     # megatron-core requires apex's extension even for Transformer Engine's layers, which do not need it.
@@ -177,7 +181,7 @@ def _permute_fusion(device: str, packages: Collection[str]) -> tuple[bool, str]:
     fused kernels, the host waits for `masked_select` on the GPU in every MoE layer."""
     name = "permutation of tokens"
     if device != "cuda":
-        return False, f"{name} is unfused because there is no CUDA device"
+        return False, ""
     if has_engine(device, packages):
         return True, f"{name} is fused by Transformer Engine's kernels"
     return False, f"{name} is unfused because Transformer Engine does not compute the layers"
@@ -199,8 +203,8 @@ def _overlap(trainer: Trainer, device: str, packages: Collection[str], experts: 
     if configured is not None:
         moment = "during" if configured else "after"
         return configured, f"{name} takes place {moment} the backward pass, as configured"
-    if trainer.data_size * trainer.context == 1:
-        return False, f"{name} is not needed with one data-parallel rank"
+    if device != "cuda" or trainer.data_size * trainer.context == 1:
+        return False, ""
     if engine:
         return True, f"{name} takes place during the backward pass, bucket by bucket"
     return False, f"{name} takes place after the backward pass because Transformer Engine does not compute the layers"

@@ -32,7 +32,7 @@ from megatron.core.optimizer.optimizer_config import ParamPredicate
 from slimx import entry_points
 from slimx.config.schema import Config
 from slimx.config.sections.trainer import Optimizer
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.trainer.model.transformer import DTYPES
 
 _TOWER = "*visual.*"
@@ -252,7 +252,7 @@ def first_nonfinite(named: Mapping[str, torch.nn.Parameter], group: dist.Process
         return "every gradient is finite, but the sum of their squares overflows"
     if len(affected) == 1:
         return f"first in {affected[0]})"
-    return f"first in {affected[-1]}, {total} on {len(affected)} ranks)"
+    return f"first in {affected[-1]}, {total} on {counted(len(affected), 'rank')})"
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

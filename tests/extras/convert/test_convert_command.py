@@ -27,7 +27,7 @@ def megatron(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_says_what_it_wrote(qwen, tmp_path):
     result = CliRunner().invoke(cli.app, ["convert", "hf-to-megatron", str(qwen), str(tmp_path / "m"), "--verify"])
     assert result.exit_code == 0, result.output
-    assert "1 files" in result.output and "verified" in result.output
+    assert "1 file, " in result.output and "0.00" not in result.output and "verified" in result.output
     arguments = ["convert", "megatron-to-hf", str(tmp_path / "m"), str(tmp_path / "hf"), "--original", str(qwen)]
     assert CliRunner().invoke(cli.app, arguments).exit_code == 0
     assert same(tensors_of(tmp_path / "hf"), tensors_of(qwen)) == []

@@ -242,13 +242,13 @@ def test_the_check_describes_images_for_a_model_that_shows_them(tmp_path):
     model = write_model(tmp_path / "model")
     lines = list(check(str(path), str(model), None, None, {}))
     assert any("images: image" in line for line in lines)
-    assert any(line.startswith("3 prompts have images") for line in lines)
+    assert any(line.startswith("3 prompts with images") for line in lines)
     assert any("<|image_pad|>" in line for line in lines)
-    assert "images: 3, of which 1 are different" in lines
+    assert "images: 3, different ones: 1" in lines
     assert any(numbers(line) == [200.0, 200.0, 90.0, 200.0, 200.0] for line in lines if line.startswith("width"))
     # 200 x 100 pixels become 11 x 5 tokens of 16 x 16 pixels, within 64.
     assert any(numbers(line) == [55.0, 55.0, 90.0, 55.0, 55.0] for line in lines if line.startswith("tokens per image"))
     (model / "config.json").write_text("{}")
     lines = list(check(str(path), str(model), None, None, {}))
     assert not any(line.startswith("width") for line in lines)
-    assert any(line.startswith("3 prompts have images") for line in list(check(str(path), None, None, None, {})))
+    assert any(line.startswith("3 prompts with images") for line in list(check(str(path), None, None, None, {})))

@@ -45,7 +45,7 @@ COMMANDS = [
         0,
         "run.yaml",
     ),
-    (["data", "check", "prompts.jsonl"], 0, "1 prompts"),
+    (["data", "check", "prompts.jsonl"], 0, "1 prompt"),
     (["plan", str(ROOT / "configs/moe/qwen3-30b-a3b.yaml")], 0, "proven"),
     (["status", "run"], 0, "step 2"),
     (["report", "run"], 0, "report report.html"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -154,6 +155,13 @@ def test_fusions_without_their_package_are_a_warning_of_the_plan(plan, monkeypat
     flex = [*RUN_30B, "trainer.moe.dispatcher=flex"]
     code, text = plan(SHALLOW, *flex)
     assert code == 0 and "deep_ep" in next(line for line in text.splitlines() if line.startswith("kernels"))
+
+
+def test_a_plan_counts_one_thing_in_the_singular(plan):
+    one = ["trainer.world_size=1", "trainer.expert=1", "rollout.prompts_per_step=1", "rollout.group_size=2"]
+    code, text = plan(SHALLOW, *one)
+    assert code == 0 and "1 rank:" in text and "rank 0, node 0" in text
+    assert re.findall(r"(?<![\d.,-])1 (?!process\b)[a-z-]+s\b", text) == []
 
 
 def test_a_run_without_engines_publishes_nothing(plan):

@@ -324,7 +324,6 @@ def test_more_ranks_than_key_heads_are_refused(tmp_path: Path):
     [
         (DeltaNets(), "cuda", {"fla"}, False),
         (DeltaNets(), "cuda", {"transformer_engine"}, True),
-        (DeltaNets(), "cpu", {"fla"}, True),
         (HybridLayers("M*"), "cuda", {"mamba_ssm", "causal_conv1d"}, False),
         (HybridLayers("M*"), "cuda", {"mamba_ssm"}, True),
     ],
@@ -332,3 +331,4 @@ def test_more_ranks_than_key_heads_are_refused(tmp_path: Path):
 def test_the_log_says_what_computes_recurrent_layers(kind: LayerKind, device: str, packages: set[str], torch: bool):
     (reason,) = kind.kernels(device, packages)
     assert ("torch" in reason.split(":")[0]) is torch
+    assert kind.kernels("cpu", packages) == (), "on CPUs there is no choice to explain"

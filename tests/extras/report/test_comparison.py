@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from slimx.config.schema import CHECKED, Config
 from slimx.extras.report.comparison import _flat, config_rows, overlaid, run_names, value_rows, x_axes
 from slimx.extras.report.report import write_comparison
 from slimx.observability.tracking.metrics import StepRecord
@@ -72,7 +73,7 @@ def test_a_run_without_a_configuration_or_steps_has_no_other_axes(tmp_path):
     assert x_axes(read_run(run))["samples"] is None
     (run / "metrics.jsonl").write_text("")
     assert x_axes(read_run(run)) == {"step": [], "minutes": None, "tokens": None, "samples": None}
-    assert config_rows([read_run(run)] * 2) == [] and value_rows([read_run(run)] * 2) == []
+    assert config_rows([read_run(run)] * 2) == ([], []) and value_rows([read_run(run)] * 2) == []
 
 
 def test_final_and_best_values_name_the_run_that_leads(two):
@@ -84,12 +85,36 @@ def test_final_and_best_values_name_the_run_that_leads(two):
 
 
 def test_only_settings_that_differ_are_listed(two):
-    rows = dict(config_rows([read_run(directory) for directory in two]))
-    assert rows == {
+    written, others = config_rows([read_run(directory) for directory in two])
+    assert others == [], "a configuration that this version does not accept is shown as it is"
+    assert dict(written) == {
         "rollout.prompts_per_step": ["8", "2"],
         "rollout.engines.0.gpus": ["1", "2"],
         "eval.every": ["not set", "5"],
     }
+
+
+def test_settings_of_a_user_come_before_those_that_follow_from_them(tmp_path):
+    grpo = run_config(tmp_path, {"name": "grpo"}, engines=[{"max_total_tokens": 4096}])
+    sft = run_config(tmp_path, {"name": "sft"}, engines=[], lr=1e-3)
+    runs = [run_of(tmp_path / name, 2, config=text) for name, text in (("a", grpo), ("b", sft))]
+    written, others = config_rows([read_run(run) for run in runs])
+    rows = dict(written)
+    assert rows.keys() == {"trainer.optimizer.lr", "rollout.engines.0.max_total_tokens", "algorithm.name"}
+    assert rows["rollout.engines.0.max_total_tokens"] == ["4096", "not set"]
+    assert len(others) > 10 and {"rollout.engines.0.tensor", "algorithm.loss.kind"} <= {key for key, _ in others}
+
+
+def run_config(directory: Path, algorithm: dict, *, engines: list, lr: float = 1e-6) -> str:
+    """Returns the whole configuration of a run, defaults included, as its directory has it."""
+    values = {
+        "run": {"name": "r", "dir": str(directory)},
+        "model": {"path": str(directory)},
+        "trainer": {"optimizer": {"lr": lr}},
+        "rollout": {"prompts": "prompts.jsonl", "engines": engines},
+        "algorithm": algorithm,
+    }
+    return Config.model_validate(values, context=CHECKED).to_text()
 
 
 def test_keys_of_a_comparison_are_those_of_overrides():

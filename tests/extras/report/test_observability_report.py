@@ -17,6 +17,7 @@ import pytest
 
 from slimx.extras.report.charts import OTHERS, PHASES, PhaseColors
 from slimx.extras.report.curves import curves
+from slimx.extras.report.meanings import shown
 from slimx.extras.report.phase_charts import phase_charts
 from slimx.extras.report.report import PLOTLY, write_report
 from slimx.observability.tracking.metrics import StepRecord
@@ -342,7 +343,7 @@ def test_a_long_curve_is_averaged_and_says_so():
     (line,) = panel(charts, "Gradient").figure.data
     assert len(line.y) == 300 and line.x[-1] == 1000 and 2 < line.y[-1] < 4  # (0 + 1 + 0 + 9) / 4
     (note,) = panel(charts, "Gradient").notes
-    assert note.startswith("norm: ") and numbers(note) == [3, 4], "steps of one point"
+    assert note.startswith("policy: ") and numbers(note) == [3, 4], "steps of one point"
     charts, _ = curves(records([0.0] * 500 + [3.0] + [0.0] * 500, "staleness/max"), points=100)
     assert max(panel(charts, "Staleness").figure.data[0].y) == 3  # a peak survives
 
@@ -357,6 +358,55 @@ def test_a_stacked_bar_adds_up_to_the_time_of_its_step():
     assert {bar.name: bar.y[0] for bar in bars.figure.data} == pytest.approx(
         {"step, rest": 4.0, "train, rest": 4.0, "optimizer": 2.0}, abs=1e-4
     )
+
+
+def test_a_phase_of_no_step_is_in_the_legend_of_the_bars_once():
+    phases = [
+        Phase(name="train", step=1, track="main", start=START, seconds=4.0),
+        Phase(name="checkpoint", step=None, track="checkpoint", start=START + 1, seconds=2.0),
+        Phase(name="start", step=None, track="main", start=START - 50, seconds=9.0),
+    ]
+    bars, gantt = phase_charts(phases, points=100, colors=PhaseColors())
+    assert not gantt.figure.layout.showlegend
+    named = {bar.name: bar.marker.color for bar in bars.figure.data}
+    assert named == {bar.name: bar.marker.color for bar in gantt.figure.data} and named.keys() == {
+        "train",
+        "checkpoint",
+    }
+
+
+def test_a_lone_curve_needs_a_title_and_no_legend():
+    charts, _ = curves(records([0.5, 0.25], "optim/grad_norm"), points=100)
+    (chart,) = charts
+    assert (chart.title, chart.figure.layout.showlegend) == ("Gradient norm", False)
+    both, _ = curves([*records([0.5, 0.25], "optim/grad_norm"), *records([1.0], "critic/grad_norm")], points=100)
+    assert both[0].figure.layout.showlegend and [line.name for line in both[0].figure.data] == ["policy", "critic"]
+
+
+def test_a_page_names_its_only_run_once(tmp_path):
+    run = sft_run(tmp_path / "quickstart")
+    write_report([run], tmp_path / "report.html", "quickstart")
+    headings = re.findall(r"<h[12]>([^<]*)</h[12]>", (tmp_path / "report.html").read_text())
+    assert headings == ["quickstart"]
+    write_report([run], tmp_path / "report.html", "other")
+    assert "<h2>quickstart</h2>" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [
+        ("time/step", 0.9814, "981 ms"),
+        ("policy/judge/time/train", 200.0, "3.33 min"),
+        ("publish/total_seconds", 12.345, "12.3 s"),
+        ("time/step", math.nan, "nan"),
+        ("reward/mean", 0.91015625, "0.91"),
+        ("memory/train_peak_mib", 924.1, "924"),
+        ("perf/tokens_per_second", 12345.6, "12,346"),
+        ("perf/tokens_per_second", 999.7, "1,000"),
+    ],
+)
+def test_values_have_three_digits_and_durations_a_unit(metric, value, text):
+    assert shown(metric, value) == text
 
 
 def test_the_last_steps_are_drawn_by_track():

@@ -126,8 +126,8 @@ def test_restarts_and_waits_are_shown_with_their_reasons(run, monkeypatch, capsy
     with locked(run):
         lines = status(run, monkeypatch, capsys).splitlines()
     (waiting,) = (line for line in lines if awaited["what"] in line)
-    minutes, seconds = numbers(waiting.partition(awaited["what"])[2])[:2]
-    assert 65 <= 60 * minutes + seconds <= time.time() - since + 1
+    (minutes,) = numbers(waiting.partition(awaited["what"])[2])
+    assert 65 <= 60 * minutes + 0.3 <= time.time() - since + 1
     (at,) = [number for number, line in enumerate(lines) if line.startswith("engine   actor-0")]
     assert "it hangs" in lines[at + 1] and "no memory" in lines[at + 1] and "no memory" in lines[at + 2]
     assert lines[at + 3].split()[:3] == ["router", "router:", "down"] and "http://h:2" in lines[at + 3]
@@ -179,11 +179,11 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
             now, trainers, engines, rollouts, oldest = status_lines(
                 text, "now", "trainers", "engines", "rollouts", "oldest"
             )
-            assert "generate" in now and numbers(now)[:2] == [4, 1], "the step, and minutes in it"
+            assert "generate" in now and numbers(now)[:2] == [4, pytest.approx(1.02, abs=0.05)], "step, minutes in it"
             assert trainers.endswith("wait for rollouts") and "generate" in engines and numbers(engines) == [0]
             assert numbers(rollouts) == [12, 1, 11], "groups: all, generated and done"
             about = oldest.partition(ticket.prompt.id)
-            assert "g1" in about[0] and numbers(about[2])[0] == 1 and numbers(about[2])[2:] == [0, 1, 2, 3]
+            assert "g1" in about[0] and 1 <= numbers(about[2])[0] < 2 and numbers(about[2])[1:] == [0, 1, 2, 3]
             released.set()
             await waiting
             (run / "activity.json").write_text(json.dumps(activity_of(stand, "train", time.time()) | {"written": 0}))

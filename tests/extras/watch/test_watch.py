@@ -59,7 +59,7 @@ def test_status_charts_and_rollouts_are_what_the_directory_holds(run, page):
     with locked(run):
         assert page.get("/api/status").json()["state"] == "running"
     found = page.get("/api/charts").json()
-    (reward,) = (chart for chart in found["charts"] if chart["title"].startswith("Reward and"))
+    (reward,) = (chart for chart in found["charts"] if chart["title"] == "Reward")
     assert reward["block"] == "curves" and {chart["block"] for chart in found["charts"]} == {"curves", "time"}
     assert page.get(f"/api/charts?since={found['version']}").json()["charts"] is None
     assert [item["metric"] for item in reward["about"]] == ["reward/mean"] and reward["about"][0]["good"]

@@ -52,6 +52,15 @@ async def test_every_step_trains_publishes_and_saves_and_a_second_run_continues(
     assert parts.done == ["restore iter_0000002", "publish 2", "train 2 at version 2", "publish 3", "save 3"]
 
 
+@pytest.mark.parametrize(("sampled", "phase"), [(True, "generate"), (False, "prepare")])
+async def test_a_run_that_samples_nothing_has_no_phase_generate(tmp_path, parts, sampled, phase):
+    run = run_of(tmp_path, parts, schedule__steps=1)
+    run.sampled = sampled
+    await asyncio.wait_for(run.next_batch(), LIMIT_S)
+    assert run.activity()["phase"] == phase
+    await stopped(run)
+
+
 async def test_a_fork_may_restart_its_prompts_but_its_resumes_do_not(tmp_path, parts):
     first = run_of(tmp_path / "first", parts, schedule__steps=1)
     await asyncio.wait_for(train(first), LIMIT_S)
@@ -159,23 +168,14 @@ async def test_the_start_of_a_part_is_a_phase_on_its_track(tmp_path):
     assert (phase["name"], phase["track"], phase["step"]) == ("start", "engines", None) and phase["seconds"] >= 0.05
 
 
-@pytest.mark.parametrize(
-    ("rewards", "scores", "word"),
-    [
-        ([0.0, 1.0], False, "accuracy"),
-        ([2.0, 2.04], False, "reward"),
-        ([0.5, 0.0], False, "reward"),
-        ([2.0], True, "accuracy"),
-    ],
-)
-def test_a_mean_reward_is_called_accuracy_only_if_it_is_one(tmp_path, rewards, scores, word):
+@pytest.mark.parametrize(("scores", "word"), [(False, "reward"), (True, "accuracy")])
+def test_a_mean_reward_is_called_as_in_the_report(scores, word):
     out = io.StringIO()
-    groups = [SimpleNamespace(trajectories=[SimpleNamespace(reward=reward) for reward in rewards])]
     config = SimpleNamespace(algorithm=SimpleNamespace(scores=scores))
     records = SimpleNamespace(
         table=LiveTable(1, 0, Console(file=out)), config=config, _write_samples=lambda *_, **__: None
     )
-    Records.evaluation(records, 3, {"eval/accuracy": sum(rewards) / len(rewards)}, groups)
+    Records.evaluation(records, 3, {"eval/accuracy": 0.5}, [])
     assert f"held-out {word} " in out.getvalue()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slimx.errors import DeadlineError, raised
+from slimx.errors import DeadlineError, counted, duration, raised
 
 
 def test_a_deadline_error_survives_pickling():
@@ -15,6 +15,30 @@ def test_a_deadline_error_survives_pickling():
     other = pickle.loads(pickle.dumps(error))
     assert str(other) == str(error) and all(part in str(error) for part in (error.awaited, error.holder, "30 s"))
     assert (other.awaited, other.seconds, other.holder) == (error.awaited, error.seconds, error.holder)
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (1024, "1,024 ranks")])
+def test_only_a_count_of_one_has_a_noun_in_the_singular(count, text):
+    assert counted(count, "rank") == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 ms"),
+        (0.0123456, "12.3 ms"),
+        (0.9814, "981 ms"),
+        (0.9999, "1 s"),
+        (12.34, "12.3 s"),
+        (59.99, "1 min"),
+        (185.0, "3.08 min"),
+        (3599.9, "1 h"),
+        (7740.0, "2.15 h"),
+        (40 * 86400.0, "40 d"),
+    ],
+)
+def test_a_duration_has_three_digits_and_the_unit_that_fits(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_an_error_of_a_user_is_placed_where_his_code_called_the_library(tmp_path):

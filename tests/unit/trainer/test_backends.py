@@ -19,7 +19,7 @@ def trainer(**fields: object) -> Trainer:
 @pytest.mark.parametrize(
     ("attention", "device", "packages", "chosen", "why"),
     [
-        ("auto", "cpu", {TE, FLASH}, "unfused", "there is no CUDA"),
+        ("auto", "cpu", {TE, FLASH}, "unfused", "CPUs"),
         ("auto", "cuda", set(), "unfused", "Transformer Engine"),
         ("auto", "cuda", {TE}, "auto", "chooses its fastest"),
         ("unfused", "cpu", set(), "unfused", "scaled_dot_product_attention"),
@@ -58,7 +58,16 @@ def test_an_unavailable_backend_is_refused_by_key_and_package(fields, device, pa
 def test_gradients_accumulate_in_the_matrix_product_where_apex_is(device, packages, on):
     backends = choose_backends(trainer(), device=device, packages=packages)
     assert backends.gradient_accumulation_fusion is on
-    assert ("on" if on else "off") in backends.reasons[2].split(":")[0].split()
+    if device == "cuda":
+        assert ("on" if on else "off") in backends.reasons[1].split(":")[0].split()
+
+
+def test_the_usual_kernels_of_cpus_are_one_line_and_configured_ones_more():
+    fields = {"data": 2, "expert": 1}
+    plain = choose_backends(trainer(**fields), device="cpu", packages={TE, APEX})
+    assert len(plain.reasons) == 1 and " off " not in plain.reasons[0]
+    chosen = choose_backends(trainer(**fields, overlap_grad_reduce=True), device="cpu", packages=set())
+    assert len(chosen.reasons) == 2 and chosen.overlap_grad_reduce
 
 
 def test_a_numerics_mode_computes_its_layers_with_transformer_engine():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+from slimx.errors import counted
 from slimx.extras.alerts.curves.checks import Check, Metrics, number
 from slimx.extras.alerts.curves.history import START, noise
 from slimx.extras.alerts.finding import Finding
@@ -67,7 +68,7 @@ class NoSignal(Check):
             why = "because the gradient is 0"
             if silent == 1:
                 why = "because all rollouts of each group have the same reward"
-            text = f"no training signal for {self._hopeless} steps, {why}"
+            text = f"no training signal for {counted(self._hopeless, 'step')}, {why}"
         elif rare:
             text = f"{GROUPS_WITHOUT_SIGNAL} {median(self._silent):.3g}, and the reward has not risen since the start"
         elif steps:
@@ -75,7 +76,7 @@ class NoSignal(Check):
         else:
             text = "groups have a training signal"
         if reward is not None:
-            text += f", reward/mean {reward:.4g}"
+            text += f", reward/mean {reward:.3g}"
         bad = rare or self._hopeless >= SILENT_STEPS
         return self.found(bad=bad, good=learns and not rare, value=float(self._hopeless), text=text)
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from slimx.errors import counted, duration
 from slimx.extras.alerts.finding import Finding
 from slimx.orchestration.state.saves import Saves
 
@@ -63,11 +64,11 @@ class Disk:
             fast = self._hours_of_minutes(now)
             if fast < FAST_HOURS and before - usage.free > CHECKPOINTS * checkpoint:
                 hours = min(hours, fast)
-        text = f"{self.directory}: {_gib(usage.free)} of {_gib(usage.total)} free"
+        text = f"{_gib(usage.free)} of {_gib(usage.total)} free"
         if checkpoint:
-            text += f", enough for {usage.free // checkpoint} checkpoints of {_gib(checkpoint)}"
+            text += f", enough for {counted(usage.free // checkpoint, 'checkpoint')} of {_gib(checkpoint)}"
         if math.isfinite(hours):
-            text += f", full in {hours:.1f} h at the present rate"
+            text += f", full in {duration(hours * 3600)} at the present rate"
         return Finding(
             name="disk",
             about=str(self.directory),

@@ -73,11 +73,11 @@ def look_at(gpus: list[Gpu]) -> Iterator[Finding]:
             reasons = gpu.throttled()
             now, limit = gpu.temperatures()
         except Exception as error:  # NVML raises one of its errors if the GPU has fallen off the bus
-            text = f"{gpu.name} does not answer: {one_line(error)}"
+            text = f"does not answer: {one_line(error)}"
             yield Finding(name="gpu", about=gpu.name, bad=True, good=False, text=text)
             continue
         hot = limit is not None and now > limit - MARGIN
-        text = f"{gpu.name}: {now} degrees Celsius"
+        text = f"{now} degrees Celsius"
         usual = ""
         if limit is not None:
             text += f", slows down at {limit}"

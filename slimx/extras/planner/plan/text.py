@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.filesize import decimal
 
+from slimx.errors import counted, duration
 from slimx.extras.planner.links.model import Stages
 from slimx.extras.planner.memory.phases import PHASES
 from slimx.extras.planner.memory_record import DiskBytes, EngineMemory, HostMemory, MemoryPart, Phase, TrainerMemory
@@ -42,12 +43,12 @@ def describe(report: PlanReport) -> list[str]:
     assert report.trainer is not None and report.rank_map is not None and report.batch is not None
     lines = [
         f"model       {report.architecture}, {report.model}: {_count(report.parameters, 1)} parameters in "
-        f"{report.checkpoint_tensors:,} tensors",
-        f"trainer     {report.trainer.world} ranks: {_trainer(report.trainer)}; the fullest holds "
+        f"{counted(report.checkpoint_tensors, 'tensor')}",
+        f"trainer     {counted(report.trainer.world, 'rank')}: {_trainer(report.trainer)}; the fullest holds "
         f"{_count(report.largest_rank, 2)} parameters",
     ]
     if report.critic is not None:
-        ranks = f"{report.critic.world} separate ranks" if report.separate_critic else "in the trainer's ranks"
+        ranks = counted(report.critic.world, "separate rank") if report.separate_critic else "in the trainer's ranks"
         lines.append(
             f"critic      {ranks}: {_trainer(report.critic)}; the fullest holds "
             f"{_count(report.critic_largest_rank, 2)} more parameters"
@@ -59,22 +60,23 @@ def describe(report: PlanReport) -> list[str]:
     lines += _batch(report.batch)
     lines += _memory(report)
     if report.publication is None:
-        why = f"the run lacks {report.nodes_lacking} nodes" if report.engines else "the run has no engines"
+        why = f"the run lacks {counted(report.nodes_lacking, 'node')}" if report.engines else "the run has no engines"
         return [*lines, f"publication none: {why}"]
     lines += _publication(report.publication, report.device)
     for link in report.links:
         line = f"  links     {link.link}: {_size(link.nbytes)}, {_size(link.busiest)} by the busiest"
         if link.seconds is not None:
-            line += f", predicted {link.seconds:.2f} s at the link's rate"
+            line += f", predicted {duration(link.seconds)} at the link's rate"
         lines.append(line)
     return lines
 
 
 def _places(places: RankMap, device: str) -> Iterator[str]:
-    where = f"GPUs on {places.nodes} node{'s' * (places.nodes > 1)} of {places.per_node}, filled in the order of ranks"
     if device == "cpu":
-        where = "processes on CPUs"
-    yield f"places      {places.gpus} {where}"
+        yield f"places      {places.gpus} process{'es' * (places.gpus > 1)} on CPUs"
+    else:
+        nodes = f"{counted(places.nodes, 'node')} of {places.per_node}, filled in the order of ranks"
+        yield f"places      {counted(places.gpus, 'GPU')} on {nodes}"
     for name, ranks in (("trainer", places.trainer), ("critic", places.critic)):
         stages: dict[int, list[RankPlace]] = {}
         for rank in ranks:
@@ -82,16 +84,16 @@ def _places(places: RankMap, device: str) -> Iterator[str]:
         for _, members in sorted(stages.items()):
             yield f"  {name:9s} {_stage(members)}"
     for name, servers in (("engines", places.engines), ("frozen", places.frozen)):
-        nodes: dict[str, set[int]] = {}
+        used: dict[str, set[int]] = {}
         for server in servers:
-            nodes.setdefault(server.group, set()).update(gpu // places.per_node for gpu in server.gpus)
-        for group, indices in nodes.items():
-            yield f"  {name:9s} {group}: nodes {_range(sorted(indices))}"
+            used.setdefault(server.group, set()).update(gpu // places.per_node for gpu in server.gpus)
+        for group, indices in used.items():
+            yield f"  {name:9s} {group}: {_numbered('node', sorted(indices))}"
 
 
 def _stage(ranks: list[RankPlace]) -> str:
     first = ranks[0]
-    layers = f"layers {_range(first.layers)}" if first.layers else "no layers"
+    layers = _numbered("layer", first.layers) if first.layers else "no layers"
     ranges = sorted({rank.experts for rank in ranks if rank.experts})
     experts = ""
     if len(ranges) > 1:
@@ -100,32 +102,35 @@ def _stage(ranks: list[RankPlace]) -> str:
             listed += ", ..."
         experts = f", experts {listed} by EP rank"
     elif ranges:
-        experts = f", all {ranges[0][1] + 1} experts"
-    nodes = _range(sorted({rank.node for rank in ranks}))
-    return f"stage {first.pipeline}: ranks {first.rank}-{ranks[-1].rank}, nodes {nodes}, {layers}{experts}"
+        experts = f", all {counted(ranges[0][1] + 1, 'expert')}"
+    nodes = _numbered("node", sorted({rank.node for rank in ranks}))
+    numbers = _numbered("rank", range(first.rank, ranks[-1].rank + 1))
+    return f"stage {first.pipeline}: {numbers}, {nodes}, {layers}{experts}"
 
 
-def _range(numbers: tuple[int, ...] | list[int]) -> str:
-    """Formats sorted numbers as ranges, such as "0-3, 8-11"."""
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Formats sorted numbers as ranges after their noun, such as "ranks 0-3, 8-11" or "rank 0"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    listed = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"{noun}{'s' * (len(numbers) != 1)} {listed}"
 
 
 def _batch(batch: BatchPlan) -> Iterator[str]:
     yield (
-        f"batch       {batch.prompts_per_step} prompts x {batch.group_size} = {batch.rollouts_per_step} rollouts per "
-        f"step, {batch.updates_per_step} updates per step, each with {batch.rollouts_per_update} rollouts; "
-        f"at most {batch.requests_in_flight} requests in flight"
+        f"batch       {counted(batch.prompts_per_step, 'prompt')} x {batch.group_size} = "
+        f"{counted(batch.rollouts_per_step, 'rollout')} a step, {counted(batch.updates_per_step, 'update')} a step, "
+        f"each with {batch.rollouts_per_update}; at most {counted(batch.requests_in_flight, 'request')} in flight"
     )
     yield (
-        f"  update    {batch.rollouts_per_data_rank} rollouts per data-parallel rank in "
-        f"{batch.microbatches_per_update} micro-batches of {batch.tokens_per_microbatch:,} tokens, if all have the "
-        f"maximum length of {batch.longest}; pipeline stages wait {batch.bubble:.0%} of it"
+        f"  update    {counted(batch.rollouts_per_data_rank, 'rollout')} per data-parallel rank in "
+        f"{batch.microbatches_per_update} micro-batch{'es' * (batch.microbatches_per_update != 1)} of "
+        f"{batch.tokens_per_microbatch:,} tokens, if all have the maximum length of {batch.longest}; pipeline stages "
+        f"wait {batch.bubble:.0%} of it"
     )
 
 
@@ -161,21 +166,18 @@ def _host_and_disk(host: HostMemory | None, disk: DiskBytes | None) -> Iterator[
     """Yields the lines about the host memory of a node and about disk space."""
     if host is not None:
         memory = f" of {_gib(host.memory)}" if host.memory else ""
-        yield (
-            f"  host      GiB of a node with {host.ranks} trainer ranks: {_gib(host.nbytes)}{memory}: "
-            f"{_memory_parts(host.parts)}"
-        )
+        ranks = counted(host.ranks, "trainer rank")
+        yield f"  host      GiB of a node with {ranks}: {_gib(host.nbytes)}{memory}: {_memory_parts(host.parts)}"
     if disk is not None:
-        yield (
-            f"  disk      at most {_size(disk.nbytes)}: {disk.checkpoints} checkpoints of {_size(disk.checkpoint)}, "
-            f"{disk.exports} exports of {_size(disk.export)}, rollouts {_size(disk.rollouts)}"
-        )
+        exports = f"{counted(disk.exports, 'export')} of {_size(disk.export)}, rollouts {_size(disk.rollouts)}"
+        checkpoints = f"{counted(disk.checkpoints, 'checkpoint')} of {_size(disk.checkpoint)}"
+        yield f"  disk      at most {_size(disk.nbytes)}: {checkpoints}, {exports}"
 
 
 def describe_together(sums: Together) -> list[str]:
     """Returns the lines about the GPUs, the host memory and the disk space of all policies together."""
-    nodes = f"{sums.nodes} node{'s' * (sums.nodes > 1)}"
-    line = f"together    {sums.gpus} GPUs on {nodes} of {sums.per_node}, one policy after the other"
+    nodes = f"{counted(sums.nodes, 'node')} of {sums.per_node}"
+    line = f"together    {counted(sums.gpus, 'GPU')} on {nodes}, one policy after the other"
     if sums.fullest is not None:
         line += f", {_gib(sums.fullest)} GiB on the fullest"
     return [line, *_host_and_disk(sums.host, sums.disk)]
@@ -201,7 +203,7 @@ def _parts(record: TrainerMemory, bandwidth: float | None) -> Iterator[str]:
     if record.moved:
         line = f"  host      activations of an update to the host and back: {_size(record.moved)}"
         if bandwidth:
-            line += f", {record.moved / bandwidth:.2f} s per direction"
+            line += f", {duration(record.moved / bandwidth)} per direction"
         yield f"{line}, during the passes; {_gib(record.host_activations)} GiB of pinned memory a rank"
 
 
@@ -240,8 +242,8 @@ def _engine_memory(record: EngineMemory) -> Iterator[str]:
     yield line
     if record.kv_tokens is not None and record.concurrency is not None:
         yield (
-            f"            {record.kv_tokens:,} tokens fit: {record.concurrency} rollouts of the maximum length at "
-            f"a time per server, {record.concurrency * record.count} in total"
+            f"            {record.kv_tokens:,} tokens fit: {counted(record.concurrency, 'rollout')} of the maximum "
+            f"length at a time per server, {record.concurrency * record.count} in total"
         )
 
 
@@ -259,7 +261,8 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
             f"  adapters  {_size(figures.adapter_bytes)} in total per version; the base weights are sent only in the "
             "first publication (publish.adapters)"
         )
-    yield f"  work      {figures.buckets:,} buckets, at most {figures.launches:,} kernel launches per trainer rank"
+    launches = f"{figures.launches:,} kernel launch{'es' * (figures.launches != 1)}"
+    yield f"  work      {counted(figures.buckets, 'bucket')}, at most {launches} per trainer rank"
     if figures.merging_bytes:
         yield (
             f"  merging   {_size(figures.merging_bytes)} of memory on the fullest trainer rank, to merge the weights "
@@ -287,8 +290,8 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
                 f"{_size(figures.received_bytes + figures.landing_bytes)} per engine (publish.delta)"
             )
     yield (
-        f"  plan      {figures.moves:,} moves, {_size(figures.plan_bytes)}, compiled in "
-        f"{figures.compile_seconds:.1f} s; proven: every element of every tensor is written exactly once"
+        f"  plan      {counted(figures.moves, 'move')}, {_size(figures.plan_bytes)}, compiled in "
+        f"{duration(figures.compile_seconds)}; proven: every element of every tensor is written exactly once"
     )
 
 
@@ -330,11 +333,10 @@ def describe_suggestions(report: PlanReport) -> list[str]:
         )
         lines.append(f"     {shlex.join(suggestion.overrides) or 'as configured'}")
     for engine in report.suggested_engines:
-        lines.append(
-            f"  engines   {engine.group}: count {engine.count}, tensor {engine.tensor}, expert {engine.expert}, "
-            f"dp_attention {engine.dp_attention}, nodes {engine.nodes}: {engine.concurrency} rollouts of the maximum "
-            f"length at a time, weights {_gib(engine.weights)} GiB per rank"
-        )
+        sizes = f"count {engine.count}, tensor {engine.tensor}, expert {engine.expert}"
+        sizes += f", dp_attention {engine.dp_attention}, nodes {engine.nodes}"
+        fits = f"{counted(engine.concurrency, 'rollout')} of the maximum length at a time"
+        lines.append(f"  engines   {engine.group}: {sizes}: {fits}, weights {_gib(engine.weights)} GiB per rank")
     return lines
 
 
@@ -370,7 +372,7 @@ def _engines(group: PlannedGroup) -> str:
         suffix = f" over {group.nodes} nodes each"
     if group.borrowed:
         suffix += ", counted with the policy that starts them"
-    return f"{group.name}{role}: {group.count} x {group.sizes.world} ranks{suffix}: {_engine(group.sizes)}"
+    return f"{group.name}{role}: {group.count} x {counted(group.sizes.world, 'rank')}{suffix}: {_engine(group.sizes)}"
 
 
 def _engine(sizes: EngineSizes) -> str:
@@ -378,7 +380,7 @@ def _engine(sizes: EngineSizes) -> str:
     if sizes.attention_data > 1:
         text += f", {sizes.attention_data} data-parallel copies of the attention"
     if sizes.redundant:
-        text += f", {sizes.redundant} redundant experts"
+        text += f", {counted(sizes.redundant, 'redundant expert')}"
     return text
 
 

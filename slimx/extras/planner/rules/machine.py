@@ -11,6 +11,7 @@ from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.general import Cluster, Numerics, Schedule
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.trainer import Trainer
+from slimx.errors import counted
 from slimx.layout.kernels import crosses_nodes, unpublishable
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def spans_nodes(cluster: Cluster, served: ServedEngines, machine: Machine) -> Pr
         if ranks > machine.per_node and not group.urls:
             yield (
                 f"{group.key}.nodes",
-                f"{group.where} has nodes={group.nodes}, so a server has {ranks} ranks per node, but a node has only "
-                f"{machine.per_node} GPUs; set {group.key}.nodes to {-(-group.ranks // machine.per_node)}, or "
-                f"lower {group.key}.tensor",
+                f"{group.where} has nodes={group.nodes}, so a server has {counted(ranks, 'rank')} per node, but a "
+                f"node has only {counted(machine.per_node, 'GPU')}; set {group.key}.nodes to "
+                f"{-(-group.ranks // machine.per_node)}, or lower {group.key}.tensor",
             )
 
 
@@ -44,7 +45,8 @@ def spans_nodes(cluster: Cluster, served: ServedEngines, machine: Machine) -> Pr
 def has_nodes(machine: Machine, places: RankMap | Together) -> Problems:
     if machine.nodes is not None and places.nodes > machine.nodes:
         yield (
-            f"the run needs {places.gpus} GPUs on {places.nodes} nodes with {machine.per_node} GPUs each, but "
+            f"the run needs {counted(places.gpus, 'GPU')} on {counted(places.nodes, 'node')} with "
+            f"{counted(machine.per_node, 'GPU')} each, but "
             f"cluster.nodes is {machine.nodes}; raise cluster.nodes, or lower trainer.world_size or "
             "rollout.engines.count"
         )
@@ -159,8 +161,8 @@ def idle_warnings(schedule: Schedule, trainer: Trainer, served: ServedEngines) -
             )
     elif schedule.max_staleness == 0:
         yield (
-            f"with schedule.max_staleness=0, the {trainer.world_size} GPUs of trainers are idle while engines "
-            f"generate, and the {generating} GPUs of engines are idle while trainers train; set "
+            f"with schedule.max_staleness=0, GPUs are idle: those of trainers ({trainer.world_size}) while engines "
+            f"generate, and those of engines ({generating}) while trainers train; set "
             "schedule.max_staleness=1 to generate and train at the same time, or schedule.colocate=true to let "
             "trainers and engines share GPUs"
         )

@@ -186,7 +186,7 @@ def described_images(images: ModelImages, prompts: Sequence[Prompt]) -> Iterator
     if not shown:
         return
     sizes = [images.size_of(image) for image in shown]
-    yield f"images: {len(shown)}, of which {len(set(shown))} are different"
+    yield f"images: {len(shown)}, different ones: {len(set(shown))}"
     yield f"width in pixels: {_spread([wide for wide, _ in sizes])}"
     yield f"height in pixels: {_spread([high for _, high in sizes])}"
     yield f"tokens per image: {_spread([images.tokens_of(image) for image in shown])}"

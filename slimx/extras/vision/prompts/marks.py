@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.extras.vision.images.sources import KEYS
 from slimx.json_types import Json
 from slimx.models.fields import HfConfig
@@ -106,8 +106,8 @@ def with_parts(messages: Sequence[Json], count: int) -> list[Json]:
     placed = any(message.get("role") == "user" for message in messages)
     if marks != count and (marks or not placed):
         raise SlimxError(
-            f"the messages contain {MARK} {marks} times, but the prompt has {count} images; write {MARK} once for "
-            "each image",
+            f"the messages contain {counted(marks, 'time')} {MARK}, but the prompt has {counted(count, 'image')}; "
+            f"write {MARK} once for each image",
             code="vision.marks",
             about=MARK,
         )
@@ -141,8 +141,8 @@ def check_placeholders(found: int, images: int) -> None:
     placeholders; `images`: number of images."""
     if found != images:
         raise SlimxError(
-            f"the chat template renders {found} placeholders for {images} images; use the chat template of the "
-            "checkpoint, and no text that contains a placeholder",
+            f"the chat template renders {counted(found, 'placeholder')} for {counted(images, 'image')}; use the "
+            "chat template of the checkpoint, and no text that contains a placeholder",
             code="vision.template",
             about="chat template",
         )

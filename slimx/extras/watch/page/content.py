@@ -13,7 +13,7 @@ import msgspec
 
 from slimx.data.saved.step_files import DIRECTORY, step_files
 from slimx.data.saved.trained_tokens import SUFFIX
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.extras.alerts.lines import Growing
 from slimx.extras.alerts.log import least_passing
 from slimx.extras.report.cards import cards
@@ -160,7 +160,7 @@ def cut(text: str) -> str:
     if left <= 0:
         return text
     half = CHARACTERS // 2
-    return f"{text[:half]}\n[{left:,} more characters]\n{text[-half:]}"
+    return f"{text[:half]}\n[{counted(left, 'more character')}]\n{text[-half:]}"
 
 
 def _cards(charts: Sequence[Chart], block: str) -> Iterator[Json]:

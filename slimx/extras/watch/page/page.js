@@ -28,8 +28,10 @@ function shown(value) {
   if (value === null || value === undefined) return "none";
   const size = Math.abs(value);
   return size >= 1000 ? Math.round(value).toLocaleString("en") : size > 0 && size < 0.001 ? value.toExponential(1)
-    : String(Number(value.toPrecision(4)));
+    : String(Number(value.toPrecision(3)));
 }
+
+const counted = (count, noun, nouns = `${noun}s`) => `${count.toLocaleString("en")} ${count === 1 ? noun : nouns}`;
 
 function drawStatus(status) {
   document.title = `${status.name}: step ${status.step} of ${status.steps}`;
@@ -208,7 +210,7 @@ function drawGroups(side) {
   }
   const count = groups.reduce((sum, group) => sum + group.kept.length, 0);
   side.querySelector(".count").textContent =
-    `trained at version ${side.found.version}: ${count} trajectories in ${groups.length} groups` +
+    `trained at version ${side.found.version}: ${counted(count, "trajectory", "trajectories")} in ${counted(groups.length, "group")}` +
     side.found.problems.map((problem) => `; ${problem}`).join("");
   side.querySelector(".groups").replaceChildren(...groups.map((group) => drawGroup(side, group)));
   // If the filters leave a single trajectory, its tokens are opened.
@@ -239,10 +241,10 @@ function drawGroup(side, group) {
     if (parts) verdict.append(` (parts: ${parts})`);
     if (known(group.prompt.answer)) verdict.append(", expected ", element("mark", "", shortened(group.prompt.answer)));
     const head = element("div", "soft", `${each.id}${each.policy === "actor" ? "" : " of " + each.policy}: ${each.status} (${each.finish_reason}), version ${versions}, ` +
-      `${sampled(each)} tokens, ${turns} ${turns === 1 ? "turn" : "turns"}`);
+      `${counted(sampled(each), "token")}, ${counted(turns, "turn")}`);
     if (known(each.advantage)) head.append(`, advantage ${shown(each.advantage)}`);
     if (known(each.gap)) head.append(`, largest log-prob gap ${shown(each.gap)}`);
-    if (known(each.other_experts)) head.append(`, ${each.other_experts} tokens routed to other experts`);
+    if (known(each.other_experts)) head.append(`, ${counted(each.other_experts, "token")} routed to other experts`);
     const text = element("div", "text");
     for (const [part, found] of each.parts.flatMap((part) => part.marked)) text.append(found ? element("mark", "", part) : part);
     row.append(verdict, head, text);
