@@ -26,6 +26,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --qu
 STAMP := $(VENV)/.installed-$(LOCK)
 OTHER_STAMPS = $(filter-out $(STAMP),$(wildcard $(VENV)/.installed-*))
 LIBRARY := slimx/_lib/libslimx_cpu.so
+SITE := $(VENV)/.site
 REQUIREMENTS := requirements/$(LOCK).txt
 INSTALL := slimx/extras/install/packages.py
 
@@ -111,11 +112,11 @@ test-record: $(LIBRARY) ## carry the results of both into docs/suite.md
 	@$(RINGS) record
 
 .PHONY: test-changed
-test-changed: $(LIBRARY) ## tests that this change can reach, slow ones too (BASE=HEAD; ARGS=-x; LIST=1: print them)
+test-changed: $(LIBRARY) $(SITE) ## tests that this change can reach, slow ones too (BASE=HEAD; ARGS=-x; LIST=1: print them)
 	$(BIN)/python -m tools.changed $(if $(BASE),--base $(BASE)) $(if $(LIST),--list) -- -rfEs $(ARGS)
 
 .PHONY: lint
-lint: $(LIBRARY) ## style of Python and C++, types, words, and import contracts
+lint: $(LIBRARY) $(SITE) ## style of Python and C++, types, words, and import contracts
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
@@ -123,11 +124,15 @@ lint: $(LIBRARY) ## style of Python and C++, types, words, and import contracts
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run -Werror csrc/*
 
+$(SITE): $(STAMP) requirements/docs.txt
+	@$(PIP) --no-deps --require-hashes -r requirements/docs.txt
+	@touch $@
+
 # The address of the repository is for links that leave docs/; without one, they lead to copies on the site.
 .PHONY: docs
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: export REPOSITORY ?=
-docs: $(STAMP) ## the site of docs/ with search: build/site/index.html (REPOSITORY=https://...)
+docs: $(SITE) ## the site of docs/ with search: build/site/index.html (REPOSITORY=https://...)
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 .PHONY: bench
@@ -149,7 +154,7 @@ UV := uv==0.13.9
 locks: ## write the hashes of the pins in requirements/
 	@$(PYTHON) -m venv build/locks
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 build/locks/bin/python -m pip install --quiet $(UV) packaging
-	@sed 's/ --hash.*//' requirements/cu130.txt | build/locks/bin/uv pip compile --quiet --no-deps --universal \
+	@sed 's/ --hash.*//' requirements/cu130.txt requirements/docs.txt | build/locks/bin/uv pip compile --quiet --no-deps --universal \
 	  --python-version 3.12 --format pylock.toml --output-file build/pylock.toml - > build/locks/log
 	@build/locks/bin/python -m tools.locks build/pylock.toml
 

@@ -2,8 +2,8 @@
 
     python -m tools.locks PYLOCK
 
-PYLOCK is uv's pylock.toml of requirements/cu130.txt, whose pins are those of every lock. A pin gets the wheels for the
-locks' Python on x86_64 and aarch64 Linux; one without such wheels gets its source archive.
+PYLOCK is uv's pylock.toml of requirements/cu130.txt and docs.txt, which have all pins of the locks. A pin gets the
+wheels for the locks' Python on x86_64 and aarch64 Linux; one without such wheels gets its source archive.
 """
 
 from __future__ import annotations

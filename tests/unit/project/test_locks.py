@@ -55,16 +55,19 @@ def test_a_cuda_build_of_torch_finds_all_that_it_requires_in_the_locks():
     assert {name for name, _ in seen} <= locked
 
 
-def test_the_cpu_lock_has_all_that_its_packages_require_but_for_sglang():
+def test_the_cpu_lock_alone_and_with_the_sites_has_all_that_they_require():
     """SGLang's CPU path imports few of its requirements; torch's are those of its build."""
     locked = pins("cpu.txt")
+    site = pins("docs.txt")
+    assert not site.keys() & (locked.keys() | pins("cu130.txt").keys())
     lacking = {
         f"{package} requires {requirement}"
-        for package in locked.keys() - {"sglang", "torch"}
+        for among in (locked, locked | site)
+        for package in among.keys() - {"sglang", "torch"}
         for requirement in map(Requirement, requires(package) or [])
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if not requirement.specifier.contains(
-            locked.get(canonicalize_name(requirement.name), "none").split()[0], prereleases=True
+            among.get(canonicalize_name(requirement.name), "none").split()[0], prereleases=True
         )
     }
     assert lacking == set()
