@@ -102,7 +102,7 @@ def _seconds_by_phase(placed: Sequence[Placed], colors: dict[str, str], points: 
             y=y.astype(np.float32),
             name=label,
             marker={"color": colors[name], "line": {"width": 0}},
-            customdata=[duration(second) for second in y.tolist()],
+            customdata=list(map(duration, y.tolist())),
             hovertemplate="%{customdata}",
         )
     chart.figure.update_layout(hovermode="x unified")
