@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import io
+import shlex
 import signal
 import sys
 from typing import Annotated
@@ -81,9 +82,10 @@ def train(
     if report:
         summary += f", report {report}"
     console.print(plain(summary))
-    following = f"slimx watch {directory}"
+    shown = shlex.quote(str(directory))
+    following = f"slimx watch {shown}"
     if (directory / "rollouts").is_dir():
-        following += f", slimx rollouts {directory}"
+        following += f", slimx rollouts {shown}"
     console.print(plain(f"next: {following}"))
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from slimx.config.sections.engines import Health
-from slimx.errors import SlimxError, first_line
+from slimx.errors import SlimxError, duration, first_line
 
 SHOWN = 5
 """Maximum number of restarts listed in the error that ends a run; the timeline contains all of them."""
@@ -35,7 +35,7 @@ class Restart:
         # Messages end with a remedy after a semicolon, which would be repeated for every restart.
         reason, error = (message.partition("; ")[0] for message in (self.reason, self.error))
         how = f"failed ({error})" if error else "succeeded"
-        return f"{when} restart of {self.part} after {reason!r} {how} in {self.seconds:.0f} s"
+        return f"{when} restart of {self.part} after {reason!r} {how} in {duration(self.seconds)}"
 
 
 class Restarts:

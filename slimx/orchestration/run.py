@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
 
@@ -206,7 +207,7 @@ class Run:
         as "9 requests of 2 groups, sent again"; "" without a rollout manager."""
         if not isinstance(self.rollouts, RolloutManager):
             return ""
-        running = len([ticket for ticket in self.rollouts.tickets if ticket.running])
+        running = sum(map(attrgetter("running"), self.rollouts.tickets))
         requests = counted(self.maker.gate.out, "request")
         return f"{requests} of {counted(running, 'group')}, sent again"
 

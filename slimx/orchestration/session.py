@@ -20,7 +20,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
 from slimx.engines.fleet.handle import kernels_of
-from slimx.errors import counted
+from slimx.errors import Interrupted, counted
 from slimx.layout.ranks import Sizes
 from slimx.models.families import read_trunk
 from slimx.observability.events import Events, open_events
@@ -88,6 +88,9 @@ def run_session(config: Config, console: Console, work: Callable[[Run], Awaitabl
                     return directory
                 except Damaged as error:
                     _say(console, _skip_damaged(error, saves, options.damaged))
+                except Interrupted as error:
+                    error.args = (f"{error}; repeat the command to resume from {saves.newest() or 'the start'}",)
+                    raise
 
 
 def _say(console: Console, text: str) -> None:

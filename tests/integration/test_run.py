@@ -121,7 +121,8 @@ def ahead(
     seen = Ahead(directory, teacher, status, ports, found, stacks(directory / "run"), scraped)
     run.kill(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.text()
-    assert run.text().rstrip().endswith("slimx: stopped by SIGTERM")
+    last = run.text().splitlines()[-1]
+    assert last.startswith("slimx: stopped by SIGTERM; ") and str(directory / "run" / "checkpoints" / "iter_") in last
     run.assert_nothing_left()
     return seen
 

@@ -53,7 +53,7 @@ def check_different(run_dirs: Sequence[Path]) -> None:
     for directory, count in Counter(path.resolve() for path in run_dirs).items():
         if count > 1:
             raise SlimxError(
-                f"--compare got {directory} {count} times; give each run directory once",
+                f"{directory} was given {count} times; give each run directory once",
                 code="report.compare",
                 about=str(directory),
             )

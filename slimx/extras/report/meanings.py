@@ -107,7 +107,7 @@ TERMS: Mapping[str, str] = {
 }
 """Terms that the pages use, with the usual words for them."""
 
-_SECONDS = re.compile(r"(policy/[^/]+/)?time/.+|.+_seconds")
+_SECONDS = re.compile(r"(policy/[^/]+/)?time/.+|.+[_/]seconds")
 """Pattern of the names of metrics that are durations in seconds."""
 _OF_CRITIC = re.compile(r"critic/(?=grad_norm|lr|skipped|zero_gradient)")
 
@@ -167,7 +167,7 @@ def digits(value: float) -> str:
         return "yes" if value else "no"
     if isinstance(value, int) or (math.isfinite(value) and 999.5 <= abs(value) < 1e9):
         return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:z.3g}"
 
 
 def _of_actor(metric: str) -> str:

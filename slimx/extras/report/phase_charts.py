@@ -102,7 +102,8 @@ def _seconds_by_phase(placed: Sequence[Placed], colors: dict[str, str], points: 
             y=y.astype(np.float32),
             name=label,
             marker={"color": colors[name], "line": {"width": 0}},
-            hovertemplate="%{y:.3~s}s",
+            customdata=list(map(duration, y.tolist())),
+            hovertemplate="%{customdata}",
         )
     chart.figure.update_layout(hovermode="x unified")
     named = [f"{name}: {words}" for name, words in PHASE_WORDS.items() if name in seconds]
@@ -160,8 +161,8 @@ def _gantt(placed: Sequence[Placed], colors: dict[str, str]) -> list[Chart]:
             textangle=0,  # text that does not fit into a bar is omitted rather than rotated
             insidetextanchor="middle",
             textfont={"color": "white"},
-            customdata=drawn.step,
-            hovertemplate="step %{customdata}: %{x:.3~s}s",
+            customdata=drawn.words,
+            hovertemplate="%{customdata}",
         )
     # Only the first row of a track is labeled; the rows below it are its nested and overlapping phases.
     named = {track: number for (track, _, _), number in reversed(rows.items())}
@@ -203,19 +204,20 @@ def _mark_step(chart: Chart, start: float, label: str) -> None:
 
 @dataclass(slots=True)
 class _Bars:
-    """Bars of one phase, as parallel lists of start and length in seconds, row, and step."""
+    """Bars of one phase, as parallel lists of start and length in seconds, row, and words for readers."""
 
     start: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     row: list[int] = field(default_factory=list)
-    step: list[int | str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
 
     def add(self, item: Placed, origin: float, row: int) -> None:
         phase = item.phase
         self.start.append(round(max(phase.start - origin, 0.0), 4))
         self.seconds.append(round(min(phase.seconds, phase.start + phase.seconds - origin), 4))
         self.row.append(row)
-        self.step.append("-" if phase.step is None else phase.step)
+        step = "" if phase.step is None else f"step {phase.step}: "
+        self.words.append(step + duration(phase.seconds))
 
 
 def _row(item: Placed) -> tuple[str, int, int]:

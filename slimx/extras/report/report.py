@@ -19,7 +19,15 @@ from slimx.errors import SlimxError, duration
 from slimx.extras.alerts.log import alert_lines, alerts_of, least_passing
 from slimx.extras.report.cards import cards, other_cards
 from slimx.extras.report.charts import PALETTE, Chart, PhaseColors
-from slimx.extras.report.comparison import config_rows, overlaid, read_runs, run_names, value_rows, x_axes
+from slimx.extras.report.comparison import (
+    check_different,
+    config_rows,
+    overlaid,
+    read_runs,
+    run_names,
+    value_rows,
+    x_axes,
+)
 from slimx.extras.report.curves import curves
 from slimx.extras.report.meanings import TERMS, digits, shown
 from slimx.extras.report.phase_charts import phase_charts
@@ -43,14 +51,16 @@ def write_report(run_dirs: Sequence[Path], out: Path, title: str) -> None:
     first, then supervised runs; otherwise the order is that of `run_dirs`.
 
     Reads `metrics.jsonl`, `timeline.jsonl`, `samples.jsonl`, `config.yaml` and `summary.json`; the page reports a
-    missing or damaged file. Raises SlimxError if `run_dirs` is empty, for a directory without any of these files, and
-    if the page cannot be written."""
+    missing or damaged file. Raises SlimxError if `run_dirs` is empty or contains a directory twice, for a directory
+    without any of these files, if `out` does not end in .html or .htm, and if the page cannot be written."""
+    _check_name(out)
     if not run_dirs:
         raise SlimxError(
             f"no run directory was given for the report {out}; give at least one run directory",
             code="report.runs",
             about=str(out),
         )
+    check_different(run_dirs)
     runs = [read_run(Path(directory)) for directory in run_dirs]
     runs.sort(key=lambda run: not _sampled(run))  # stable
     writer = _Writer()
@@ -63,7 +73,8 @@ def write_comparison(run_dirs: Sequence[Path], out: Path, title: str | None) -> 
     final and best values, and the keys in which the configurations differ. `title`: title of the page; None: the names
     of the runs.
 
-    Raises SlimxError as `write_report` does, for fewer than two directories, and for a directory given twice."""
+    Raises SlimxError as `write_report` does, and for fewer than two directories."""
+    _check_name(out)
     runs = read_runs(run_dirs)
     names = run_names(run_dirs)
     writer = _Writer()
@@ -80,6 +91,15 @@ def write_comparison(run_dirs: Sequence[Path], out: Path, title: str | None) -> 
     }
     title = title or f"Comparison of {', '.join(names[:-1])} and {names[-1]}"
     _write_page(out, title=title, runs=[], comparison=comparison)
+
+
+def _check_name(out: Path) -> None:
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise SlimxError(
+            f"--out {out} does not end in .html, but a report is an HTML page; give a name that does",
+            code="report.out",
+            about=str(out),
+        )
 
 
 def _write_page(out: Path, **values: object) -> None:

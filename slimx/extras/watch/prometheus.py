@@ -52,7 +52,7 @@ class PrometheusSink:
         except OSError as error:
             raise SlimxError(
                 f"track.prometheus: slimx cannot listen on {host}:{port} ({error.strerror}); set "
-                "track.prometheus.port to another port",
+                "track.prometheus.host to an address of this machine, and track.prometheus.port to a free port",
                 code="track.prometheus",
                 about="track.prometheus.port",
             ) from error

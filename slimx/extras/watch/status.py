@@ -72,7 +72,7 @@ def run_status(directory: Path) -> dict[str, Any]:
         silent = now - activity["written"]
     seconds_ago = None
     if last:
-        seconds_ago = round(time.time() - metrics.stat().st_mtime)
+        seconds_ago = max(0, round(time.time() - metrics.stat().st_mtime))
     running = is_locked(directory)
     finished = not running and up_to_date(directory, "summary.json")
     return {

@@ -99,6 +99,7 @@ def activity_lines(activity: Json, now: float, usual: float | None) -> list[str]
     duration of the current phase in seconds, if known."""
     phase = activity["phase"]
     trainers, engines = PARTS.get(phase, (phase, ""))
+    now = max(now, activity["written"])  # the clock of the run's machine may be ahead
     lines = [f"now      step {activity['step']}: {phase} for {duration(now - activity['since'])}"]
     if usual is not None:
         lines[0] += f", usually {duration(usual)}"

@@ -19,7 +19,7 @@ from slimx.extras.report.charts import OTHERS, PHASES, PhaseColors
 from slimx.extras.report.curves import curves
 from slimx.extras.report.meanings import shown
 from slimx.extras.report.phase_charts import phase_charts
-from slimx.extras.report.report import PLOTLY, write_report
+from slimx.extras.report.report import PLOTLY, write_comparison, write_report
 from slimx.observability.tracking.metrics import StepRecord
 from slimx.observability.tracking.phases import Phase
 from slimx.observability.tracking.samples import RecordedSample, compare, spread
@@ -261,6 +261,17 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_run_given_twice_and_a_page_of_another_kind_are_refused(tmp_path):
+    run = grpo_run(tmp_path / "run", steps=3)
+    with refused("report.compare", about=str(run.resolve())):
+        write_report([run, run], tmp_path / "report.html", "twice")
+    for write in (write_report, write_comparison):
+        with refused("report.out", about=str(tmp_path / "report.pdf")):
+            write([run], tmp_path / "report.pdf", "no page")
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    write_report([run], tmp_path / "report.HTM", "a page")
+
+
 def test_samples_follow_the_same_held_out_prompt_through_the_run():
     comparison = compare(
         [
@@ -395,6 +406,8 @@ def test_a_page_names_its_only_run_once(tmp_path):
 @pytest.mark.parametrize(
     ("metric", "value", "text"),
     [
+        ("recovery/seconds", 75.0, "1.25 min"),
+        ("loss/policy", -0.0, "0"),
         ("time/step", 0.9814, "981 ms"),
         ("policy/judge/time/train", 200.0, "3.33 min"),
         ("publish/total_seconds", 12.345, "12.3 s"),
@@ -418,4 +431,5 @@ def test_the_last_steps_are_drawn_by_track():
     _, gantt = phase_charts(phases, points=100, colors=PhaseColors())
     assert numbers(gantt.title) == [6]
     assert set(gantt.figure.layout.yaxis.ticktext) == {"rollout", "main"}
-    assert {step for bar in gantt.figure.data for step in bar.customdata} == set(range(14, 20))
+    words = {word.partition(":")[0] for bar in gantt.figure.data for word in bar.customdata}
+    assert words == {f"step {step}" for step in range(14, 20)}

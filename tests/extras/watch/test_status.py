@@ -131,7 +131,7 @@ def test_restarts_and_waits_are_shown_with_their_reasons(run, monkeypatch, capsy
     (at,) = [number for number, line in enumerate(lines) if line.startswith("engine   actor-0")]
     assert "it hangs" in lines[at + 1] and "no memory" in lines[at + 1] and "no memory" in lines[at + 2]
     assert lines[at + 3].split()[:3] == ["router", "router:", "down"] and "http://h:2" in lines[at + 3]
-    assert "14 s" in lines[at + 4]
+    assert "14.2 s" in lines[at + 4]
     assert run_status(run)["routers"] == [router]
 
 
@@ -191,6 +191,17 @@ async def test_a_run_says_what_each_part_does_and_waits_for_and_since_when(run, 
             trainers, engines, rollouts = status_lines(text, "trainers", "engines", "rollouts")
             assert trainers.split()[1:] == ["train"] and "last update" in text
             assert "staleness" in engines and numbers(rollouts) == [8, 0, 8, 4], "the last wait for a version"
+
+
+def test_no_time_is_negative_if_the_clock_of_the_run_is_ahead(run, monkeypatch, capsys):
+    ahead = time.time() + 900
+    doing = {"written": ahead, "step": 4, "phase": "train", "since": ahead - 60, "rollouts": None}
+    (run / activity.FILE).write_text(json.dumps(doing))
+    os.utime(run / "metrics.jsonl", (ahead, ahead))
+    with locked(run):
+        (now,) = status_lines(status(run, monkeypatch, capsys), "now")
+    assert numbers(now)[:2] == [4, 1], "the step, and the minutes since the phase began"
+    assert run_status(run)["seconds_ago"] == 0
 
 
 async def test_the_activity_is_written_anew_while_a_run_goes_on(run, monkeypatch):

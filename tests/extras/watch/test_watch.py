@@ -213,6 +213,13 @@ def test_no_run_and_a_port_that_is_taken_are_refused(run, tmp_path):
     assert os.strerror(errno.EADDRINUSE) in str(refusal.value)
 
 
+@pytest.mark.parametrize("host", ["no host", "h..h", "192.0.2.1"])
+def test_a_host_of_another_machine_is_refused_by_its_name(run, host):
+    with refused("watch.host", about="--host") as refusal:
+        serve([run], host, 0, print)
+    assert host in str(refusal.value)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_text_is_shown_on_a_machine_that_sees_the_run_directory_alone(run, tmp_path, monkeypatch, kept):
     config = read_config(run)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 from rich.console import Console
 
 from slimx import cli
+from slimx.commands import start
 from slimx.commands.usage import starts_ray
 from slimx.errors import SlimxError
 from slimx.extras.doctor import command as doctor
@@ -38,6 +41,16 @@ def test_a_command_line_is_refused_by_the_name_that_is_wrong(monkeypatch, capsys
     assert isinstance(refusal, SlimxError) and (refusal.code, refusal.about) == (code, about)
     assert end.value.code == 2 and named in str(refusal)
     assert capsys.readouterr().err == f"slimx: {refusal}\n"
+
+
+def test_the_next_commands_after_a_run_can_be_pasted_into_a_shell(monkeypatch, capsys, tmp_path):
+    directory = tmp_path / "op ä"
+    (directory / "rollouts").mkdir(parents=True)
+    monkeypatch.setattr(cli, "load_config", lambda file, overrides: None)
+    monkeypatch.setattr(start, "train", lambda config, console: (directory, None))
+    cli.train(Path("run.yaml"))
+    following = capsys.readouterr().out.splitlines()[-1].partition(": ")[2]
+    assert [shlex.split(command)[2:] for command in following.split(", ")] == [[str(directory)]] * 2
 
 
 @pytest.mark.parametrize(("typed", "listed"), [([], "rollouts"), (["convert"], "hf-to-megatron")])

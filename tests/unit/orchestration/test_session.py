@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from slimx.config.schema import Config
 from slimx.data.prompts.read import PromptSource
 from slimx.data.records import Prompt
-from slimx.errors import SlimxError
+from slimx.errors import Interrupted, SlimxError
 from slimx.layout.ranks import Sizes
 from slimx.observability.live.run_lock import is_locked
 from slimx.orchestration import session
@@ -92,6 +93,21 @@ def test_a_damaged_newest_checkpoint_is_set_aside(tmp_path, monkeypatch, capsys)
         "iter_0000003.damaged",
         "iter_0000004.damaged",
     ]
+
+
+@pytest.mark.parametrize("steps", [(), (1, 2)])
+def test_a_stopped_run_names_the_checkpoint_that_it_resumes_from(tmp_path, monkeypatch, capsys, steps):
+    Started(monkeypatch, tmp_path)
+    checkpoints = saved(tmp_path, *steps)
+
+    def stop(*_: object) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(session, "run_with_ray", stop)
+    with pytest.raises(Interrupted) as error:
+        run(config_of(tmp_path), capsys)
+    assert error.value.signum == signal.SIGTERM and str(error.value).startswith("SIGTERM; ")
+    assert [path for path in checkpoints if str(path) in str(error.value)] == checkpoints[-1:]
 
 
 def test_another_seed_is_refused_before_any_file_changes(tmp_path, monkeypatch, capsys):

@@ -25,7 +25,8 @@ def test_only_a_count_of_one_has_a_noun_in_the_singular(count, text):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0, "0 ms"),
+        (-3.0, "-3 s"),
+        (0.0, "0 s"),
         (0.0123456, "12.3 ms"),
         (0.9814, "981 ms"),
         (0.9999, "1 s"),

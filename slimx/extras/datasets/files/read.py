@@ -109,7 +109,7 @@ def _instead_of(path: Path) -> str:
     known = next((name for name in entry_points.find(DATASETS) if path.name.startswith(name)), None)
     hint = "give a prompt file, or write one with `slimx data`"
     if known is not None:
-        hint = f"write it with `slimx data {known} {path}`"
+        hint = f"write it with `{shlex.join(['slimx', 'data', known, str(path)])}`"
     if re.fullmatch(r"[\w-][\w.-]*/[\w-]+", str(path)):
         hint += f"; for a data set of the Hugging Face Hub write {HUB}{path}"
     return hint

@@ -350,9 +350,9 @@ def _searched(report: PlanReport) -> str:
 
 def _stages(stages: Stages) -> str:
     return (
-        f"{stages.total:.2f} s (gather and pack {stages.pack:.2f}, transfer {stages.transfer:.2f}, verify "
-        f"{stages.check + stages.verify:.2f}, load {stages.load:.2f}, calls {stages.control:.2f}; packing overlaps "
-        "with transfer)"
+        f"{duration(stages.total)} (gather and pack {duration(stages.pack)}, transfer {duration(stages.transfer)}, "
+        f"verify {duration(stages.check + stages.verify)}, load {duration(stages.load)}, calls "
+        f"{duration(stages.control)}; packing overlaps with transfer)"
     )
 
 

@@ -27,8 +27,8 @@ async function request(path) {
 function shown(value) {
   if (value === null || value === undefined) return "none";
   const size = Math.abs(value);
-  return size >= 1000 ? Math.round(value).toLocaleString("en") : size > 0 && size < 0.001 ? value.toExponential(1)
-    : String(Number(value.toPrecision(3)));
+  return size >= 999.5 ? Math.round(value).toLocaleString("en")
+    : size > 0 && size < 0.0001 ? value.toExponential(2).replace(/\.?0*e-(\d)$/, "e-0$1") : String(Number(value.toPrecision(3)));
 }
 
 const counted = (count, noun, nouns = `${noun}s`) => `${count.toLocaleString("en")} ${count === 1 ? noun : nouns}`;

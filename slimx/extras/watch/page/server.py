@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import hmac
 import os
 import re
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -66,7 +68,14 @@ async def listen(content: Content, token: str, host: str, port: int) -> Listenin
     """Starts serving the page with `content`. Raises SlimxError if it cannot listen on `host` and `port`."""
     try:
         return await Connections(most=MOST, idle=IDLE_S).listen(application(content, token), host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
+            raise SlimxError(
+                f"--host: {host} is not an address of this machine; give one that is, or 127.0.0.1 to serve this "
+                "machine alone",
+                code="watch.host",
+                about="--host",
+            ) from None
         raise SlimxError(
             f"--port: slimx cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}); give another port, or "
             "0 for any free port",
