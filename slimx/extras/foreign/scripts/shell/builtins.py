@@ -64,20 +64,20 @@ def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) ->
         case "printf", [form, *values] if re.fullmatch(r"([^%\\]|%s)*", form) and form.count("%s") == len(values):
             return form % (*values,)
         case "pwd", _:
-            return variables.folder
+            return f"{variables.folder}\n"
         case "cat", []:
             return stdin
         case "dirname", [path]:
-            return os.path.dirname(path.rstrip("/")) or "."
-        case "basename", [path, *suffix]:
-            return os.path.basename(path.rstrip("/")).removesuffix("".join(suffix))
+            return f"{os.path.dirname(path.rstrip('/')) or '.'}\n"
+        case "basename", [path, *suffix] if path[:1] != "-" and len(suffix) < 2:
+            return f"{os.path.basename(path.rstrip('/')).removesuffix(''.join(suffix))}\n"
         case (("realpath" | "readlink"), [*_, path]):
-            return path
+            return f"{path}\n"
         case "seq", [*_, last] if re.fullmatch(r"(-?\d{1,9} ){1,3}", " ".join([*arguments, ""])):
             first, step = [*map(int, arguments[:-1]), 1, 1][:2]
             numbers = range(first, int(last) + (-1) ** (step < 0), step or 1)
             variables.spend(len(numbers))
-            return "\n".join(map(str, numbers))
+            return "".join(f"{number}\n" for number in numbers)
     return None
 
 
