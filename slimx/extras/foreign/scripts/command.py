@@ -22,7 +22,8 @@ from slimx.extras.foreign.scripts.from_trl import is_program as is_trl
 from slimx.extras.foreign.scripts.from_trl import launch_values, read_trl, yaml_values
 from slimx.extras.foreign.scripts.from_verl import is_program, read_verl
 from slimx.extras.foreign.scripts.python_file import arguments_in
-from slimx.extras.foreign.scripts.shell.expansion import unknown_in
+from slimx.extras.foreign.scripts.shell.expansion import shown, unknown_in
+from slimx.extras.foreign.scripts.shell.files import text_of
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of, launch_of
 from slimx.extras.foreign.scripts.shell.script import commands_of
 from slimx.extras.foreign.slime import SLIME
@@ -40,6 +41,7 @@ _SIGNS = {
 }
 """Patterns of text that occurs in the scripts of each framework."""
 _KINDS = {".py": "a Python program", ".yaml": "a YAML file", ".yml": "a YAML file"}
+_SOURCE = ("source", ".")
 _UNREAD = {".json": "a JSON file", ".ipynb": "a notebook"}
 _STARTS = {"slime": "train.py or train_async.py of slime", "verl": "a trainer of verl", "trl": "a trainer of TRL"}
 
@@ -48,7 +50,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[NAME=VALUE]...",
-        help="Variables of the script's environment; for a Python or YAML file, its settings.",
+        help="Variables of the script's environment, and arguments as 1=VALUE; of a Python or YAML file, settings.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write instead of standard output.")]
@@ -190,7 +192,7 @@ def _text(script: Path, framework: str) -> str:
             code="foreign.kind",
             about=str(script),
         )
-    return script.read_text(errors="replace")
+    return text_of(script)
 
 
 def _values(variables: Settings) -> dict[str, str]:
@@ -220,7 +222,11 @@ def _launch(
     found = []
     for assumed in (False, True):
         with contextlib.suppress(*[SlimxError] * assumed):
-            launch = find(commands_of(script, text, variables, {} if assumed else files, assumed=assumed))
+            commands = commands_of(script, text, variables, {} if assumed else files, assumed=assumed)
+            for words in commands:
+                if words[0] in _SOURCE:
+                    draft.left[shown(" ".join(words))] = "this file is not here; what it sets is not known"
+            launch = find([words for words in commands if words[0] not in _SOURCE])
             found += [] if launch is None else [launch]
     if not found:
         return None

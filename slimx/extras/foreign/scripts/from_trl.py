@@ -25,6 +25,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_updates,
     put_warmup,
 )
+from slimx.extras.foreign.scripts.shell.files import text_of
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.trl import TRL
@@ -52,7 +53,7 @@ def launch_values(launch: Launch, files: Mapping[str, str]) -> dict[str, list[st
     if launch.program == "trl" and arguments:
         values["trainer"] = [arguments.pop(0)]
     elif Path(launch.program).is_file():
-        values |= arguments_in(Path(launch.program), Path(launch.program).read_text())
+        values |= arguments_in(Path(launch.program), text_of(Path(launch.program)))
     before = flags_of(launch.before)
     flags = flags_of(arguments)
     missing: dict[str, list[str]] = {"config": [], "config_file": []}
@@ -161,7 +162,8 @@ def _prompts(names: Names, draft: Draft) -> None:
 
 def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
     """Sets ranks and engines, and returns the number of processes, each of which trains on a GPU."""
-    processes = names.count("num_processes", names.count("nproc_per_node", 1) * names.count("nnodes", 1))
+    per_node = names.count("nproc_per_node", NODE if "nproc_per_node" in names.values else 1)
+    processes = names.count("num_processes", per_node * names.count("nnodes", 1))
     if not names.values.keys() & {"num_processes", "nproc_per_node"}:
         draft.supply["trainer.world_size"] = "the number of GPUs, which the script does not name; 1 is assumed"
     names.words("num_machines")

@@ -295,7 +295,7 @@ def _batches(keys: Names, draft: Draft) -> None:
 def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     """Sets ranks and steps of sft_trainer, whose ranks torchrun starts."""
     torchrun = Names(keys.script, flags_of(launch.before), lambda name: f"--{name}")
-    per_node = torchrun.count("nproc_per_node", 1)
+    per_node = torchrun.count("nproc_per_node", NODE if "nproc_per_node" in torchrun.values else 1)
     put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "torchrun's nnodes x nproc_per_node")
     keys.outputs |= torchrun.outputs
     put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 4)

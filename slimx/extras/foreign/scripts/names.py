@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ from slimx.errors import SlimxError
 from slimx.extras.foreign.commented_yaml import on_one_line
 from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, UNSET, unknown_in, without_outputs
 from slimx.extras.foreign.scripts.shell.expansion import shown as readable
+from slimx.extras.foreign.scripts.shell.files import text_of
+
+_LATER = r"auto|gpu|cpu|\d+:\d+"
+"""Values that stand for a number which is known when the program starts, such as the GPUs of a node for torchrun."""
 
 
 @dataclass(slots=True)
@@ -55,8 +60,8 @@ class Names:
         return found
 
     def number(self, *names: str) -> float | None:
-        """Returns the number that the first of `names` is set to; None if the script sets none, or computes it. Raises
-        SlimxError if it is not a number."""
+        """Returns the number that the first of `names` is set to; None if the script sets none, computes it, or
+        leaves it to the program's start. Raises SlimxError if it is not a number."""
         self.read.update(names)
         for name in names:
             text = self.text(name)
@@ -65,11 +70,14 @@ class Names:
             elif text is not None:
                 with contextlib.suppress(ValueError):
                     return float(text)
-                raise SlimxError(
-                    f"{self.script}: {self.shown(name)} is {readable(text)!r}, which is not a number; correct it there",
-                    code="foreign.number",
-                    about=self.shown(name),
-                )
+                if not re.fullmatch(_LATER, text):
+                    raise SlimxError(
+                        f"{self.script}: {self.shown(name)} is {readable(text)!r}, which is not a number; correct it "
+                        "there",
+                        code="foreign.number",
+                        about=self.shown(name),
+                    )
+                self.outputs[name] = text, True
         return None
 
     def number_or(self, default: float, *names: str) -> float:
@@ -87,7 +95,7 @@ class Names:
         missing = unknown_in(text)
         if UNSET in text:
             raise SlimxError(
-                f"{self.script}: {self.shown(name)} uses the variable {missing[0]}, which the script does not set; "
+                f"{self.script}: {self.shown(name)} uses ${missing[0]}, which has no value in the script; "
                 f"add {missing[0]}=VALUE to the command",
                 code="foreign.variable",
                 about=missing[0],
@@ -125,7 +133,7 @@ def yaml_in(file: Path, text: str | None = None) -> dict[str, Any]:
     """Returns the mapping in the YAML file `file`. `text`: what it contains, if it is not here. Raises SlimxError if it
     is not YAML, or no mapping."""
     try:
-        content = yaml.safe_load(file.read_text(errors="replace") if text is None else text)
+        content = yaml.safe_load(text_of(file) if text is None else text)
     except yaml.YAMLError as error:
         problem = str(error).partition("\n")[0]
         raise SlimxError(

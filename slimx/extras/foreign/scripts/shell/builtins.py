@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from slimx.extras.foreign.scripts.shell.expansion import Variables, unknown_in
 
@@ -28,8 +26,6 @@ EXPECTED_TO_SUCCEED = (
     "uv",
 )
 """Commands that a script expects to succeed; the status of any other is unknown."""
-_FILE_SIZE = 1 << 20
-"""Maximum number of bytes of a file that is read."""
 
 
 class Leave(Exception):
@@ -85,13 +81,3 @@ def change_folder(arguments: Sequence[str], variables: Variables) -> None:
     """Changes the working directory as `cd` does."""
     path = next((word for word in arguments if word not in ("--", "-P", "-L")), "~")
     variables.folder = path if path.startswith("~") else os.path.normpath(os.path.join(variables.folder, path))
-
-
-def read_file(name: str, folder: str) -> tuple[Path, str] | None:
-    """Returns the path and the text of a file, which is looked for in `folder` and here; None if there is none."""
-    for start in (folder, ""):
-        path = os.path.join(os.path.expanduser(start), os.path.expanduser(name))
-        with contextlib.suppress(OSError):
-            if os.path.isfile(path) and os.path.getsize(path) <= _FILE_SIZE:
-                return Path(path), Path(path).read_text(errors="replace")
-    return None

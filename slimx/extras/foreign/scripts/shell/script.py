@@ -22,11 +22,11 @@ from slimx.extras.foreign.scripts.shell.builtins import (
     change_folder,
     leave,
     printed_by,
-    read_file,
 )
 from slimx.extras.foreign.scripts.shell.conditions import tested
 from slimx.extras.foreign.scripts.shell.declarations import redirections
 from slimx.extras.foreign.scripts.shell.expansion import ANY, COMPUTED, END, computed
+from slimx.extras.foreign.scripts.shell.files import read_file
 from slimx.extras.foreign.scripts.shell.statements import Statements
 from slimx.extras.foreign.scripts.shell.syntax import check, parsed, text_in
 
@@ -40,9 +40,10 @@ def commands_of(
     assumed: bool = False,
 ) -> list[list[str]]:
     """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
-    values of variables that the user set. `files`: receives the texts that the script writes, by path. `assumed`: what
-    the condition of an `if` is taken for if it is not known. Raises SlimxError if what it runs is not correct syntax,
-    or has no end."""
+    values of variables that the user set, and of arguments by number. `files`: receives the texts that the script
+    writes, by path. `assumed`: what the condition of an `if` is taken for if it is not known; if it is True, all items
+    of a `case` and what follows `&&` and `||` run, too. Raises SlimxError if what it runs is not correct syntax, or has
+    no end."""
     arguments = {name: overrides[name] for name in sorted(filter(str.isdigit, overrides), key=int)}
     variables = {name: value for name, value in overrides.items() if name not in arguments}
     shell = Shell(script, variables, {"@": arguments}, files={} if files is None else files, assumed=assumed)
