@@ -118,7 +118,7 @@ def _entry(table: Table, name: str) -> Meaning | None:
     matched = _as_meaning(table[pattern])
     if matched.key != "{}":
         return replace(matched, key=matched.key.replace("{}", rest))
-    return _entry(MEGATRON, rest) or Meaning(f"trainer.megatron.{rest}")
+    return _entry(MEGATRON, rest) or Meaning("trainer.megatron." + rest)
 
 
 def _as_meaning(entry: str | Meaning) -> Meaning:

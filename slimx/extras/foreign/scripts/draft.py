@@ -65,7 +65,7 @@ class Draft:
 
     def remove(self, key: str) -> None:
         """Removes `key` and all keys below it."""
-        for name in [name for name in self.settings if name == key or name.startswith(f"{key}.")]:
+        for name in [name for name in self.settings if name == key or name.startswith(key + ".")]:
             del self.settings[name]
             self.sources.pop(name, None)
 

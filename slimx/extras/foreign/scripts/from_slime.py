@@ -76,7 +76,7 @@ def _model(flags: Names, draft: Draft) -> None:
     name = Path(path).name
     save = flags.text("save")
     draft.put("run.name", Path(save).name if save else name, "")
-    draft.put("run.dir", save.rstrip("/") if save else f"runs/{name}", "--save" if save else "the script saves nothing")
+    draft.put("run.dir", save.rstrip("/") if save else "runs/" + name, "--save" if save else "the script saves nothing")
     load = flags.text("load")
     reference = flags.text("ref_load")
     if load is not None and load == save:
@@ -117,12 +117,12 @@ def _prompts(flags: Names, draft: Draft, *, sft: bool) -> None:
     else:
         put("rollout.prompts", prompts.partition("@")[0], "--prompt-data")
         if "@" in prompts:
-            draft.left[f"--prompt-data {prompts}"] = "a file is read as a whole; write the rows to a file of their own"
+            draft.left["--prompt-data " + prompts] = "a file is read as a whole; write the rows to a file of their own"
     put("rollout.fields.prompt", flags.text("input_key") or "input", "--input-key")
     for name, key in (("label_key", "answer"), ("tool_key", "tools")):
         value = flags.text(name)
         if value is not None:
-            put(f"rollout.fields.{key}", value, flags.shown(name))
+            put("rollout.fields." + key, value, flags.shown(name))
     metadata = flags.text("metadata_key")
     if metadata is not None:
         put("rollout.fields.metadata", [metadata], "--metadata-key")

@@ -68,7 +68,7 @@ def launch_values(launch: Launch, files: Mapping[str, str]) -> dict[str, list[st
             values[name] = before[name]
     stem = Path(launch.program).stem
     for name in (*_ALGORITHMS, *_OTHERS):
-        if f"{stem}_".startswith(f"{name}_"):
+        if f"{stem}_".startswith(name + "_"):
             values.setdefault("trainer", [name])
     return values | flags | missing
 
@@ -84,7 +84,7 @@ def yaml_values(file: Path, text: str | None = None) -> dict[str, list[str]]:
 
 def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
     """Adds what `values`, words by name, mean to `draft`. Raises SlimxError for a value that is no number."""
-    names = Names(draft.origin.partition(" ")[0], values, lambda name: f"--{name}")
+    names = Names(draft.origin.partition(" ")[0], values, lambda name: "--" + name)
     trainer = _trainer(names)
     if names.text("trainer") is None:
         draft.supply.setdefault("algorithm.name", "the script does not name a trainer of TRL; grpo is assumed")
@@ -242,9 +242,9 @@ def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
     names.text("peft_config")
     for tracker in names.listed("report_to"):
         if tracker in ("wandb", "tensorboard", "swanlab"):
-            draft.put(f"track.{tracker}", True, "--report_to")
+            draft.put("track." + tracker, True, "--report_to")
         elif tracker not in ("", "none"):
-            draft.left[f"--report_to {tracker}"] = "track has wandb, tensorboard, swanlab and the URI of mlflow"
+            draft.left["--report_to " + tracker] = "track has wandb, tensorboard, swanlab and the URI of mlflow"
     if names.has("use_peft"):
         put_lora(draft, names, "lora_r", "lora_alpha", (16, 32))
         modules = names.words("lora_target_modules")
@@ -280,9 +280,9 @@ def _objective(names: Names, draft: Draft) -> None:
         put("algorithm.loss.low", low, "--epsilon")
         put("algorithm.loss.high", low if high is None else high, "--epsilon_high, or --epsilon")
     units = {"grpo": "sample", "sapo": "sample", "dr_grpo": "constant"}
-    put("algorithm.aggregation", units.get(kind, "token"), f"--loss_type {kind}")
+    put("algorithm.aggregation", units.get(kind, "token"), "--loss_type " + kind)
     if kind not in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo"):
-        draft.left[f"--loss_type {kind}"] = "write this loss as a hook (algorithm.loss)"
+        draft.left["--loss_type " + kind] = "write this loss as a hook (algorithm.loss)"
     beta = names.number("beta")
     if beta:
         put("algorithm.reference", True, "--beta")
@@ -299,14 +299,14 @@ def _objective(names: Names, draft: Draft) -> None:
         draft.left["--scale_rewards batch"] = (
             "no advantages are divided by the standard deviation of all rewards of a step; they are not divided at all"
         )
-    put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
+    put("algorithm.old_logprobs", "recompute", _DEFAULT + ": the trainer's")
     correction = "vllm_importance_sampling_correction"
     mode = names.text("vllm_importance_sampling_mode") or "sequence_mask"
-    bounds = [f"vllm_importance_sampling_{name}" for name in ("clip_max", "cap", "clip_min")]
+    bounds = ["vllm_importance_sampling_" + name for name in ("clip_max", "cap", "clip_min")]
     if names.has("use_vllm") and (names.words(correction) is None or names.has(correction)):
         kind = "icepop" if mode.endswith("mask") else "truncate"
-        put("algorithm.correction.kind", kind, f"vLLM's correction: {mode}")
-        put("algorithm.correction.level", mode.partition("_")[0], f"vLLM's correction: {mode}")
+        put("algorithm.correction.kind", kind, "vLLM's correction: " + mode)
+        put("algorithm.correction.level", mode.partition("_")[0], "vLLM's correction: " + mode)
         put("algorithm.correction.high", whole(names.number_or(3.0, *bounds[:2])), f"--{bounds[0]}, --{bounds[1]}")
         least = names.number(bounds[2])
         if least is not None:
@@ -323,7 +323,7 @@ def _rloo(names: Names, draft: Draft) -> None:
     put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
     draft.left["the ratio per sequence of RLOO"] = "the loss clips the ratio of every token"
     put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
-    put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
+    put("algorithm.old_logprobs", "recompute", _DEFAULT + ": the trainer's")
     beta = names.number_or(0.05, "beta")
     if beta:
         draft.left[f"--beta {beta:g} ({_DEFAULT}: 0.05)"] = (
@@ -342,9 +342,9 @@ def _reward(names: Names, draft: Draft) -> None:
     for index, function in enumerate(functions):
         module, _, name = function.rpartition(".")
         if "/" in function:
-            draft.supply["reward"] = f"{function} is a reward model; a hook asks a frozen group of rollout.engines"
+            draft.supply["reward"] = function + " is a reward model; a hook asks a frozen group of rollout.engines"
         elif not module:
-            draft.supply["reward"] = f"{function} is a function of TRL, which must be installed"
+            draft.supply["reward"] = function + " is a function of TRL, which must be installed"
         elif module == Path(names.script).stem:
             draft.supply["reward"] = f"move {name} out of {names.script} into a file that trains nothing"
         path = f"trl:{module or 'trl.rewards'}.{name}"

@@ -95,7 +95,7 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     overrides, others = keys_of(launch.arguments)
     for key, value in [*_stored(others, draft).items(), *overrides.items()]:
         tree = hydra_value(value)
-        for inner, part in _flat(tree, f"{key}.") if isinstance(tree, dict) else [(key, value)]:
+        for inner, part in _flat(tree, key + ".") if isinstance(tree, dict) else [(key, value)]:
             values[_plain(inner, sft=sft)] = part.strip("'\"") if part[:1] in ("'", '"') else part
     known = values if sft else _DEFAULTS | values
     words = {key: [_interpolated(value, known, sft=sft)] for key, value in values.items()}
@@ -138,9 +138,9 @@ def _stored(words: Sequence[str], draft: Draft) -> dict[str, str]:
     folder = readable((flags.get("config_path") or ["."])[0])
     if not name or _DEFAULT_FILE.fullmatch(name):
         return {}
-    file = Path(folder, name if name.endswith(".yaml") else f"{name}.yaml")
+    file = Path(folder, name if name.endswith(".yaml") else name + ".yaml")
     if not file.is_file():
-        draft.supply[f"--config-name {name}"] = f"its settings; there is no file {file} here to be read"
+        draft.supply["--config-name " + name] = f"its settings; there is no file {file} here to be read"
         return {}
     return dict(_flat(yaml_in(file), ""))
 
@@ -193,7 +193,7 @@ def _model(keys: Names, draft: Draft, *, sft: bool) -> None:
     if logger is not None:
         for tracker in ("wandb", "swanlab", "tensorboard"):
             if tracker in logger:
-                put(f"track.{tracker}", True, "trainer.logger")
+                put("track." + tracker, True, "trainer.logger")
         if "mlflow" in logger:
             draft.left["trainer.logger: mlflow"] = "set track.mlflow to the URI of its server"
 
@@ -294,7 +294,7 @@ def _batches(keys: Names, draft: Draft) -> None:
 
 def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     """Sets ranks and steps of sft_trainer, whose ranks torchrun starts."""
-    torchrun = Names(keys.script, flags_of(launch.before), lambda name: f"--{name}")
+    torchrun = Names(keys.script, flags_of(launch.before), lambda name: "--" + name)
     per_node = torchrun.count("nproc_per_node", NODE if "nproc_per_node" in torchrun.values else 1)
     put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "torchrun's nnodes x nproc_per_node")
     keys.outputs |= torchrun.outputs
@@ -315,7 +315,7 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     if dynamic or sequences is None:
         put_tokens(draft, limit * copies, f"{tokens} x {context.rpartition('.')[2]}")
     else:
-        put_tokens(draft, sequences * longest_rollout(draft), f"{size} x the longest rollout")
+        put_tokens(draft, sequences * longest_rollout(draft), size + " x the longest rollout")
     stages = put_count(
         draft, keys, "trainer.pipeline", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", 1
     )
@@ -334,7 +334,7 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
             "it needs trainer.expert above 1",
             "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size",
         )
-    modules = keys.text(f"{CHANGED}.recompute_modules")
+    modules = keys.text(CHANGED + ".recompute_modules")
     if modules is not None:
         draft.put("trainer.recompute.modules", files_in(modules), "recompute_modules")
     put_balance(draft, keys, "actor_rollout_ref.actor.megatron.override_transformer_config.", "none")
@@ -368,7 +368,7 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
 def _optimizer(keys: Names, draft: Draft, *, sft: bool) -> None:
     optim = "actor_rollout_ref.actor.optim"
     put_optimizer(keys, draft, "trainer", optim, 1e-3 if sft else 1e-6)
-    other = f"{optim}.override_optimizer_config"
-    if keys.has(f"{other}.optimizer_cpu_offload"):
-        fraction = keys.number_or(1.0, f"{other}.optimizer_offload_fraction", f"{other}.offload_fraction")
+    other = optim + ".override_optimizer_config"
+    if keys.has(other + ".optimizer_cpu_offload"):
+        fraction = keys.number_or(1.0, other + ".optimizer_offload_fraction", other + ".offload_fraction")
         draft.put("trainer.optimizer.offload_fraction", fraction, "optimizer_offload_fraction")

@@ -60,7 +60,7 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
         elif name == "load_dataset":
             loaded = _literals(_arguments(call, constants, "path", "name"), constants)
             for ours, theirs in (("name", "path"), ("config", "name"), ("train_split", "split")):
-                found.setdefault(f"dataset_{ours}", loaded.get(theirs, [])[:1])
+                found.setdefault("dataset_" + ours, loaded.get(theirs, [])[:1])
     for node in ast.walk(tree):  # what is set after the settings were made
         if isinstance(node, ast.Assign):
             for target in node.targets:

@@ -116,7 +116,7 @@ def put_kl(draft: Draft, names: Names, section: str, weight: float, kind: str) -
     translated = kl_kind(names, estimator, kind)
     put("algorithm.kl_estimator", translated, shown)
     if translated == "k1" and not draft.get("algorithm.kl_unbiased"):
-        draft.left[f"{shown} k1"] = (
+        draft.left[shown + " k1"] = (
             "this estimator in the loss has a gradient of mean 0, so slimx refuses it; k2 is set, whose gradient is "
             "that of the KL"
         )
@@ -135,10 +135,10 @@ def put_family(draft: Draft, spec: str) -> None:
     if not _RECURRENT.search(f"{draft.get('model.path')} {spec}") or draft.get("rollout.engines") == []:
         return
     options = "rollout.engines.0.sglang"
-    draft.put(f"{options}.disable_radix_cache", True, "reuse of such layers' states was never tested")
-    speculative = [key for key in draft.settings if key.startswith(f"{options}.speculative_")]
+    draft.put(options + ".disable_radix_cache", True, "reuse of such layers' states was never tested")
+    speculative = [key for key in draft.settings if key.startswith(options + ".speculative_")]
     for key in speculative:
-        draft.left[key.removeprefix(f"{options}.")] = (
+        draft.left[key.removeprefix(options + ".")] = (
             "speculative decoding was never tested with such layers; without it, engines sample the same tokens"
         )
         draft.remove(key)
@@ -170,7 +170,7 @@ def put_tokens(draft: Draft, tokens: float, source: str) -> None:
 
 def put_warmup(draft: Draft, owner: str, share: float, name: str) -> None:
     """Sets the steps of warm-up of `owner`, trainer or critic, to a `share` of all updates."""
-    key = f"{owner}.optimizer.warmup_steps"
+    key = owner + ".optimizer.warmup_steps"
     updates = draft.count("schedule.steps", 1) * draft.count("schedule.updates_per_step", 1)
     draft.put(key, int(share * updates), f"{share:g} of all updates ({name})")
     if "schedule.steps" in draft.supply:
@@ -180,7 +180,7 @@ def put_warmup(draft: Draft, owner: str, share: float, name: str) -> None:
 def put_balance(draft: Draft, names: Names, section: str, default: str) -> None:
     """Sets the loss that balances experts. `section`: start of Megatron-LM's names in the script. `default`: kind of
     the loss where the script names none."""
-    coef, kind = f"{section}moe_aux_loss_coeff", f"{section}moe_router_load_balancing_type"
+    coef, kind = section + "moe_aux_loss_coeff", section + "moe_router_load_balancing_type"
     value = names.number(coef)
     chosen = names.text(kind) or ("none" if names.words(kind) else default)
     if value and chosen != "none":
@@ -198,7 +198,7 @@ def put_discounts(draft: Draft, names: Names, gamma: str, lam: str) -> None:
         ("lam", lam, ("ppo",)),
     ):
         if kind in kinds:
-            put_number(draft, names, f"algorithm.advantages.{key}", name, 1.0)
+            put_number(draft, names, "algorithm.advantages." + key, name, 1.0)
         else:
             note_unneeded(draft, names, f"{kind} has no such discount", name)
 

@@ -65,14 +65,14 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         draft.unneeded.pop("--kl-loss-type", None)
     elif reward_kl:
         draft.left[f"--kl-coef {reward_kl:g}"] = (
-            f"{estimator} has no reward per token; algorithm.kl_coef is a term of the loss"
+            estimator + " has no reward per token; algorithm.kl_coef is a term of the loss"
         )
     put_discounts(draft, flags, "gamma", "lambd")
     whiten = flags.has("normalize_advantages")
     if estimator in _TOKEN_REWARDS:
         put("algorithm.advantages.whiten", whiten, "--normalize-advantages")
     elif whiten:
-        draft.left["--normalize-advantages"] = f"{estimator} normalizes within groups only"
+        draft.left["--normalize-advantages"] = estimator + " normalizes within groups only"
     if flags.has("use_tis"):
         put("algorithm.correction.kind", "truncate", "--use-tis")
     if flags.has("use_opd"):
@@ -97,7 +97,7 @@ def _teacher(flags: Names, draft: Draft) -> None:
     draft.remove("algorithm.advantages")
     index = sum(key.endswith(".count") and key.startswith("rollout.engines.") for key in draft.settings)
     group = put_teacher(draft, index, "TEACHER", "--opd-type sglang")
-    draft.supply[f"{group}.model"] = "the teacher's Hugging Face directory"
+    draft.supply[group + ".model"] = "the teacher's Hugging Face directory"
 
 
 def put_evaluation(flags: Names, draft: Draft) -> None:
@@ -116,14 +116,14 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
     put("eval.prompts", sets, "--eval-prompt-data")
     put("eval.every", int(every), "--eval-interval")
     for name, key in _COLUMNS.items():
-        value = flags.text(f"eval_{name}") or draft.get(f"rollout.fields.{key}")
+        value = flags.text("eval_" + name) or draft.get("rollout.fields." + key)
         if value is not None:
-            put(f"eval.fields.{key}", value, f"{flags.shown(f'eval_{name}')}, or as for training")
+            put("eval.fields." + key, value, f"{flags.shown(f'eval_{name}')}, or as for training")
     put_count(draft, flags, "eval.samples", "n_samples_per_eval_prompt", 1)
     for key in ("temperature", "top_p"):
-        number = flags.number_or(1.0, f"eval_{key}", f"rollout_{key}")
-        put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
-        flags.read.remove(f"rollout_{key}")
+        number = flags.number_or(1.0, "eval_" + key, "rollout_" + key)
+        put("eval." + key, whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
+        flags.read.remove("rollout_" + key)
     if flags.values.get("eval_top_k") == ["1"]:
         note_unneeded(draft, flags, "eval.temperature: 0 takes the most likely token", "eval_top_k")
         put("eval.temperature", 0, "--eval-top-k 1")
@@ -147,7 +147,7 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
     """Returns the held-out sets of the file `config`, which `--eval-config` names."""
     file = Path(config)
     if not file.is_file():
-        draft.left[f"--eval-config {config}"] = "the file is not here; write its sets into eval.prompts"
+        draft.left["--eval-config " + config] = "the file is not here; write its sets into eval.prompts"
         return {}
     content = yaml_in(file)
     section = content.get("eval", content)
@@ -159,7 +159,7 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
         values = {ours: options.pop(theirs) for theirs, ours in _OF_SETS.items() if theirs in options}
         columns = {ours: options.pop(theirs) for theirs, ours in _COLUMNS.items() if theirs in options}
         if columns:
-            usual = {key: draft.get(f"rollout.fields.{key}") for key in _COLUMNS.values()}
+            usual = {key: draft.get("rollout.fields." + key) for key in _COLUMNS.values()}
             values["fields"] = {key: column for key, column in (usual | columns).items() if column}
         sets[name] = {"path": path, **values} if values else path
         for theirs in options:

@@ -68,10 +68,10 @@ def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
     known = ".".join(map(names.shown, names.values)) + "."
     for key, source in draft.sources.items():
         if _SOURCES.fullmatch(source) and not any(f"{name}." in known for name in re.split(_BETWEEN, source)):
-            draft.sources[key] = f"{source} (default)"
+            draft.sources[key] = source + " (default)"
     for name, (output, entire) in names.outputs.items():
         shown = names.shown(name)
-        output = f"${output}" if output.startswith("(") else output
+        output = "$" + output if output.startswith("(") else output
         if not entire:
             draft.left[f"{output} in {shown}"] = "slimx computes nothing of a script; write the value instead"
             continue
@@ -82,7 +82,7 @@ def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
         if not keys and found is not None and found.key:
             draft.supply[shown] = f"the value of {output}, which slimx does not compute, for {found.key}"
         else:
-            draft.supply[shown] = " in ".join(filter(None, (f"the value of {output}", ", ".join(keys))))
+            draft.supply[shown] = " in ".join(filter(None, ("the value of " + output, ", ".join(keys))))
         for key in {*keys} - draft.supply.keys():
             draft.sources[key] += f"; supply: {output} is not known, a default is set"
 
