@@ -51,7 +51,7 @@ SHORT = dict(zip(("tp", "pp", "vpp", "cp", "ep", "etp"), _SIZES, strict=True))
 
 def _below(section: str, keys: Table) -> Table:
     """Returns the table `keys` with the names prefixed by `section` and a dot."""
-    return {f"{section}.{key}": meaning for key, meaning in table(keys).items()}
+    return {section + "." + key: meaning for key, meaning in table(keys).items()}
 
 
 VERL: Table = table(
@@ -195,7 +195,7 @@ VERL: Table = table(
                 "fsdp_config.optimizer_offload": MEGATRON["optimizer_cpu_offload"],
                 "fsdp_config.* veomni.* torchtitan.* megatron.use_megatron_fsdp": _FSDP,
                 **{"megatron." + theirs: "trainer." + ours for theirs, ours in _SIZES.items()},
-                **{"engine." + short: f"trainer.{_SIZES[theirs]}" for short, theirs in SHORT.items()},
+                **{"engine." + short: "trainer." + _SIZES[theirs] for short, theirs in SHORT.items()},
                 "megatron.sequence_parallel": MEGATRON["sequence_parallel"],
                 "megatron.use_mbridge megatron.use_dist_checkpointing megatron.vanilla_mbridge": _CHECKPOINTS,
                 "megatron.dist_checkpointing_path": "trainer.load",

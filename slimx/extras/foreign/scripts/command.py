@@ -170,7 +170,7 @@ def _written(framework: str, script: Path, out: Path | None, *, force: bool) -> 
         write_out(out, written)
         print(f"wrote {out}", file=sys.stderr)
     for sentence in refusals:
-        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
+        print("slimx: " + one_line(sentence), file=sys.stderr)
     if refusals:
         raise typer.Exit(2)
 

@@ -74,7 +74,7 @@ class Draft:
         lists them, too."""
         comments = dict(self.sources)
         for key in self.supply.keys() & comments.keys():
-            comments[key] = "; ".join(filter(None, (comments[key], f"supply: {self.supply[key]}")))
+            comments[key] = "; ".join(filter(None, (comments[key], "supply: " + self.supply[key])))
         tree = tree_of({key: self.settings[key] for key in sorted(self.settings, key=_place)})
         body = list(lines_of(tree, comments))
         refusals = refused("\n".join(body))
@@ -114,7 +114,7 @@ def _comment(title: str, entries: Mapping[str, str]) -> list[str]:
     lines = [f"# {title}:"]
     for name, text in entries.items():
         lines += textwrap.wrap(
-            one_line(f"{name}: {text}"),
+            one_line(name + ": " + text),
             WIDTH,
             initial_indent="#   ",
             subsequent_indent="#     ",

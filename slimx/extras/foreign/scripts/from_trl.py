@@ -84,7 +84,7 @@ def yaml_values(file: Path, text: str | None = None) -> dict[str, list[str]]:
 
 def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
     """Adds what `values`, words by name, mean to `draft`. Raises SlimxError for a value that is no number."""
-    names = Names(draft.origin.partition(" ")[0], values, lambda name: "--" + name)
+    names = Names(draft, values, lambda name: "--" + name)
     trainer = _trainer(names)
     if names.text("trainer") is None:
         draft.supply.setdefault("algorithm.name", "the script does not name a trainer of TRL; grpo is assumed")
@@ -107,7 +107,7 @@ def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
         _learned_from_data(names, draft, name)
     if sampled:
         _reward(names, draft)
-    translate_rest(draft, names, (TRL,))
+    translate_rest(names, (TRL,))
     put_transport(draft)
 
 
@@ -127,7 +127,7 @@ def _trainer(names: Names) -> str:
 
 
 def _model(names: Names, draft: Draft) -> None:
-    put_model(draft, names, "model_name_or_path")
+    put_model(names, "model_name_or_path")
     seed = names.number("data_seed", "seed")
     if seed is not None:
         draft.put("run.seed", int(seed), "--data_seed, or --seed")
@@ -177,7 +177,7 @@ def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
     names.words("use_vllm")
     put_engines(draft, tensor if apart else processes, tensor, NODE, "--num_processes / --vllm_tensor_parallel_size", 1)
     share = "rollout.engines.0.sglang.mem_fraction_static"
-    put_number(draft, names, share, "vllm_gpu_memory_utilization", 0.3)
+    put_number(names, share, "vllm_gpu_memory_utilization", 0.3)
     if not apart:
         draft.put("schedule.colocate", True, "--vllm_mode colocate")
     return processes
@@ -211,13 +211,13 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
         draft.left[f"--num_iterations {passes}"] = "every rollout is trained on once"
     updates *= passes
     if sampled:
-        put_count(draft, names, "rollout.sampling.max_new_tokens", "max_completion_length", 512)
+        put_count(names, "rollout.sampling.max_new_tokens", "max_completion_length", 512)
     put_tokens(draft, size * longest_rollout(draft), "--per_device_train_batch_size x the longest rollout")
-    put_steps(draft, names, "max_steps", "num_train_epochs", 3, updates)
+    put_steps(names, "max_steps", "num_train_epochs", 3, updates)
     for name in ("save_steps", "eval_steps"):
         every = names.number(name)
         if [*names.values.get(name.replace("steps", "strategy"), ()), "steps"][0] != "steps":
-            note_unneeded(draft, names, "with this strategy it has no effect", name)
+            note_unneeded(names, "with this strategy it has no effect", name)
         elif every:
             every *= draft.count("schedule.steps") if every < 1 else 1 / updates
             source = f"--{name} / {updates:g} updates of TRL per step"
@@ -234,11 +234,11 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
 
 
 def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
-    put_number(draft, names, "trainer.optimizer.lr", "learning_rate", _RATES.get(trainer, 1e-6))
+    put_number(names, "trainer.optimizer.lr", "learning_rate", _RATES.get(trainer, 1e-6))
     betas = [names.number_or(0.9, "adam_beta1"), names.number_or(0.999, "adam_beta2")]
     draft.put("trainer.optimizer.betas", betas, "--adam_beta1, --adam_beta2")
     draft.put("trainer.optimizer.decay", "linear", "--lr_scheduler_type")
-    note_unneeded(draft, names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
+    note_unneeded(names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
     names.text("peft_config")
     for tracker in names.listed("report_to"):
         if tracker in ("wandb", "tensorboard", "swanlab"):
@@ -246,7 +246,7 @@ def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
         elif tracker not in ("", "none"):
             draft.left["--report_to " + tracker] = "track has wandb, tensorboard, swanlab and the URI of mlflow"
     if names.has("use_peft"):
-        put_lora(draft, names, "lora_r", "lora_alpha", (16, 32))
+        put_lora(names, "lora_r", "lora_alpha", (16, 32))
         modules = names.words("lora_target_modules")
         if modules:
             draft.left["--lora_target_modules"] = (
@@ -270,10 +270,10 @@ def _objective(names: Names, draft: Draft) -> None:
             draft.supply["algorithm.loss.high"] = (
                 f"TRL would clip the ratio at {low if high is None else high:g}, below 1; the preset's bound is set"
             )
-        note_unneeded(draft, names, "the loss cispo has no lower bound", "epsilon")
+        note_unneeded(names, "the loss cispo has no lower bound", "epsilon")
     elif kind == "sapo":
         put("algorithm.name", kind, "--loss_type")
-        note_unneeded(draft, names, "the loss sapo has no such bound", "epsilon", "epsilon_high")
+        note_unneeded(names, "the loss sapo has no such bound", "epsilon", "epsilon_high")
     else:
         if level == "sequence":
             put("algorithm.name", "gspo", "--importance_sampling_level sequence")
@@ -310,9 +310,9 @@ def _objective(names: Names, draft: Draft) -> None:
         put("algorithm.correction.high", whole(names.number_or(3.0, *bounds[:2])), f"--{bounds[0]}, --{bounds[1]}")
         least = names.number(bounds[2])
         if least is not None:
-            put("algorithm.correction.low", whole(least), f"--{bounds[2]}")
+            put("algorithm.correction.low", whole(least), "--" + bounds[2])
     else:
-        note_unneeded(draft, names, "it corrects samples of vLLM", *bounds, "vllm_importance_sampling_mode")
+        note_unneeded(names, "it corrects samples of vLLM", *bounds, "vllm_importance_sampling_mode")
 
 
 def _rloo(names: Names, draft: Draft) -> None:
@@ -360,7 +360,7 @@ def _reward(names: Names, draft: Draft) -> None:
 def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
     """Sets what training on demonstrations or preferences has instead of rollouts."""
     put = draft.put
-    longest = put_count(draft, names, "rollout.max_prompt_tokens", "max_length", 1024)
+    longest = put_count(names, "rollout.max_prompt_tokens", "max_length", 1024)
     put_tokens(draft, longest * names.count("per_device_train_batch_size", 8), "--per_device_train_batch_size")
     put_answers(draft, "demonstrations" if name == "sft" else "preferences", "the data set has the answers")
     if name != "sft":
@@ -371,4 +371,4 @@ def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
         put("rollout.fields.answer", "completion", "TRL's column")
     if name == "dpo":
         put("algorithm.reference", True, "DPO compares with the initial weights")
-        put_number(draft, names, "algorithm.advantages.beta", "beta", 0.1)
+        put_number(names, "algorithm.advantages.beta", "beta", 0.1)

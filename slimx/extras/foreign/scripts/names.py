@@ -15,6 +15,7 @@ from slimx.config.suggestions import OFF
 from slimx.data.prompts.rows import read_rows
 from slimx.errors import SlimxError
 from slimx.extras.foreign.commented_yaml import on_one_line
+from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, UNSET, unknown_in, without_outputs
 from slimx.extras.foreign.scripts.shell.expansion import shown as readable
 from slimx.extras.foreign.scripts.shell.files import text_of
@@ -27,7 +28,8 @@ _LATER = r"auto|gpu|cpu|\d+:\d+"
 class Names:
     """Names of a script with their values."""
 
-    script: str
+    draft: Draft
+    """Configuration that the names mean."""
     values: Mapping[str, Sequence[str]]
     """Words by name; a flag without a value has none."""
     shown: Callable[[str], str]
@@ -37,6 +39,11 @@ class Names:
     outputs: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """Computed part of a value, such as a command's output, by name; True if it is the whole value, or the start of a
     path."""
+
+    @property
+    def script(self) -> str:
+        """Returns the name of the script."""
+        return self.draft.origin.partition(" ")[0]
 
     def has(self, name: str) -> bool:
         """Returns True if the script sets `name`, as a flag without a value or to anything but false, no, null, 0

@@ -11,7 +11,6 @@ from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_discounts, put_kl, put_teacher, put_warmup
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DEFAULT = "verl's default"
 _LOSSES = ("gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 _COVARIANCE = {
@@ -53,8 +52,8 @@ def names_of(paths: list[str]) -> dict[str, str]:
 def put_optimizer(keys: Names, draft: Draft, owner: str, optim: str, rate: float) -> None:
     """Sets the optimizer of `owner`, trainer or critic, from verl's section `optim`. `rate`: verl's default."""
     ours = owner + ".optimizer"
-    put_number(draft, keys, ours + ".lr", optim + ".lr", rate)
-    put_number(draft, keys, ours + ".weight_decay", optim + ".weight_decay", 0.01)
+    put_number(keys, ours + ".lr", optim + ".lr", rate)
+    put_number(keys, ours + ".weight_decay", optim + ".weight_decay", 0.01)
     betas = keys.text(optim + ".betas")
     draft.put(ours + ".betas", [0.9, 0.999] if betas is None else scalar(betas), optim + ".betas")
     warmup = keys.number(optim + ".lr_warmup_steps")
@@ -85,7 +84,7 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
         )
     put("algorithm.name", name, f"algorithm.adv_estimator={estimator}, policy_loss.loss_mode={mode}")
     if name == "ppo":
-        put_number(draft, keys, "critic.value_clip", "critic.cliprange_value", 0.5)
+        put_number(keys, "critic.value_clip", "critic.cliprange_value", 0.5)
         put_optimizer(keys, draft, "critic", "critic.optim", 1e-5)
         load = keys.text("critic.model.path")
         if load is not None and load != draft.get("model.path"):
@@ -95,30 +94,26 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
             draft.unneeded["critic.megatron"] = "the critic is sharded like the trainer (critic.placement: shared)"
     else:
         critics = [key for key in keys.values if key.startswith("critic.")]
-        note_unneeded(draft, keys, "only ppo has a critic", "trainer.critic_warmup", *critics)
+        note_unneeded(keys, "only ppo has a critic", "trainer.critic_warmup", *critics)
     if loss not in ("sapo", "gpg", "kl_cov"):
         for side in ("low", "high"):
             key = "actor_rollout_ref.actor.clip_ratio_" + side
             null = keys.words(key) is not None and keys.text(key) is None
-            put_number(
-                draft, keys, "algorithm.loss." + side, "actor_rollout_ref.actor.clip_ratio" if null else key, 0.2
-            )
-        note_unneeded(
-            draft, keys, "verl's clip_ratio_low and clip_ratio_high count", "actor_rollout_ref.actor.clip_ratio"
-        )
+            put_number(keys, "algorithm.loss." + side, "actor_rollout_ref.actor.clip_ratio" if null else key, 0.2)
+        note_unneeded(keys, "verl's clip_ratio_low and clip_ratio_high count", "actor_rollout_ref.actor.clip_ratio")
     else:
         bounds = (
             "actor_rollout_ref.actor.clip_ratio",
             "actor_rollout_ref.actor.clip_ratio_low",
             "actor_rollout_ref.actor.clip_ratio_high",
         )
-        note_unneeded(draft, keys, f"the loss of {loss} has no such bound", *bounds)
+        note_unneeded(keys, f"the loss of {loss} has no such bound", *bounds)
     if loss == "clip":
-        put_number(draft, keys, "algorithm.loss.dual", "actor_rollout_ref.actor.clip_ratio_c", 3.0)
+        put_number(keys, "algorithm.loss.dual", "actor_rollout_ref.actor.clip_ratio_c", 3.0)
     else:
-        note_unneeded(draft, keys, f"the loss of {loss} has no such bound", "actor_rollout_ref.actor.clip_ratio_c")
+        note_unneeded(keys, f"the loss of {loss} has no such bound", "actor_rollout_ref.actor.clip_ratio_c")
     for theirs, ours, default in _COVARIANCE.get(loss, ()):
-        put_number(draft, keys, "algorithm.loss." + ours, "actor_rollout_ref.actor.policy_loss." + theirs, default)
+        put_number(keys, "algorithm.loss." + ours, "actor_rollout_ref.actor.policy_loss." + theirs, default)
     unit = keys.text("actor_rollout_ref.actor.loss_agg_mode") or "token-mean"
     if loss in ("gspo", "sapo"):
         put("algorithm.aggregation", "sample", f"verl's {loss}, whatever loss_agg_mode is")
@@ -131,8 +126,8 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     normalized = "algorithm.norm_adv_by_std_in_grpo"
     if keys.words(normalized) is not None and estimator == "grpo":
         put("algorithm.advantages.normalize_std", keys.has(normalized), normalized)
-    put_kl(draft, keys, "actor_rollout_ref.actor.", 0.001, "low_var_kl")
-    put_discounts(draft, keys, "algorithm.gamma", "algorithm.lam")
+    put_kl(keys, "actor_rollout_ref.actor.", 0.001, "low_var_kl")
+    put_discounts(keys, "algorithm.gamma", "algorithm.lam")
     _token_kl(keys, draft, name)
     _correction(keys, draft)
 
@@ -140,15 +135,15 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
 def _token_kl(keys: Names, draft: Draft, name: str) -> None:
     kl = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
     if not keys.has("algorithm.use_kl_in_reward"):
-        note_unneeded(draft, keys, "without use_kl_in_reward it has no effect", *kl)
+        note_unneeded(keys, "without use_kl_in_reward it has no effect", *kl)
     elif name not in ("ppo", "reinforce_pp", "reinforce_pp_baseline"):
         draft.left["algorithm.use_kl_in_reward"] = (
             name + " has no reward per token; algorithm.kl_coef is a term of the loss"
         )
-        note_unneeded(draft, keys, name + " has no KL in its rewards", *kl)
+        note_unneeded(keys, name + " has no KL in its rewards", *kl)
     else:
         draft.put("algorithm.reference", True, "algorithm.use_kl_in_reward")
-        put_number(draft, keys, "algorithm.kl_reward_coef", "algorithm.kl_ctrl.kl_coef", 0.001)
+        put_number(keys, "algorithm.kl_reward_coef", "algorithm.kl_ctrl.kl_coef", 0.001)
 
 
 def _correction(keys: Names, draft: Draft) -> None:
@@ -233,7 +228,7 @@ def put_evaluation(keys: Names, draft: Draft) -> None:
     ]
     if every is None or every <= 0 or files is None:
         reason = "without trainer.test_freq nothing is evaluated"
-        note_unneeded(draft, keys, reason, *names, "data.val_files", "trainer.test_freq")
+        note_unneeded(keys, reason, *names, "data.val_files", "trainer.test_freq")
         return
     paths = files_in(files)
     put("eval.prompts", paths[0] if len(paths) == 1 else names_of(paths), "data.val_files")
@@ -296,7 +291,7 @@ def put_distillation(keys: Names, draft: Draft) -> None:
             "forward" if loss.startswith("forward") else "reverse",
             "distillation.distillation_loss.loss_mode",
         )
-        put_count(draft, keys, "algorithm.teacher_top_k", "distillation.distillation_loss.topk", 32)
+        put_count(keys, "algorithm.teacher_top_k", "distillation.distillation_loss.topk", 32)
     else:
         put("algorithm.teacher_coef", coef, "distillation.distillation_loss.distillation_loss_coef")
         draft.left["distillation.distillation_loss.loss_mode=" + loss] = (

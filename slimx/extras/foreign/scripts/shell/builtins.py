@@ -9,22 +9,7 @@ from collections.abc import Sequence
 
 from slimx.extras.foreign.scripts.shell.expansion import Variables, unknown_in
 
-EXPECTED_TO_SUCCEED = (
-    "mkdir",
-    "rm",
-    "cp",
-    "mv",
-    "ln",
-    "chmod",
-    "touch",
-    "sleep",
-    "ulimit",
-    "wait",
-    "conda",
-    "pip",
-    "pip3",
-    "uv",
-)
+EXPECTED_TO_SUCCEED = re.compile("mkdir|rm|cp|mv|ln|chmod|touch|sleep|ulimit|wait|conda|pip3?|uv")
 """Commands that a script expects to succeed; the status of any other is unknown."""
 
 

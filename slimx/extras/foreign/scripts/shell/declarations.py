@@ -48,7 +48,7 @@ def _remove(word: str, words: Words) -> None:
     name, bracket, _ = word.partition("[")
     words.values.pop(name, None)
     if bracket:
-        words.values[name] = {ANY: computed(f"unset {word}")}
+        words.values[name] = {ANY: computed("unset " + word)}
 
 
 def redirections(node: Node, words: Words) -> tuple[str | None, str | None, bool, list[Node]]:

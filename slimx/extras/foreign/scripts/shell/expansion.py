@@ -39,12 +39,12 @@ def without_outputs(text: str) -> str:
 
 def shown(text: str) -> str:
     """Returns `text` with `$NAME` for every unknown value."""
-    return UNKNOWN.sub(lambda match: f"${match[0][1:-1]}", text)
+    return UNKNOWN.sub(lambda match: "$" + match[0][1:-1], text)
 
 
 def computed(text: str) -> str:
     """Returns the unknown value that the expression or command `text` has."""
-    return f"{COMPUTED}{shown(text)}{END}"
+    return COMPUTED + shown(text) + END
 
 
 def numbered(values: Iterable[str], start: int = 0) -> dict[str, str]:

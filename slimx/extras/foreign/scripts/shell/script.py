@@ -163,7 +163,7 @@ class Shell(Statements):
                 self.outputs.append(printed)
                 if printed is None and not self.inside:
                     self.commands.append(words)
-                return True if printed is not None or name in EXPECTED_TO_SUCCEED else None
+                return True if printed is not None or EXPECTED_TO_SUCCEED.fullmatch(name) else None
         return True
 
     def function(self, name: str, arguments: Sequence[str]) -> bool | None:

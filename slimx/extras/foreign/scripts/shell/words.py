@@ -173,7 +173,7 @@ class Words(Variables):
         if name in _ALL or key in _ALL:
             return self._all(list((elements or {}).values()), context, name if name in _ALL else key)
         if elements is None and not (name.isdigit() and self.locals):  # a function's arguments are all known
-            return self._emitted([f"{UNSET}{name}{END}"], context)
+            return self._emitted([UNSET + name + END], context)
         return self._emitted([element(elements, key)], context)
 
     def _all(self, values: Sequence[str], context: Context, key: str) -> str:
@@ -196,7 +196,7 @@ class Words(Variables):
         self.spend(sum(map(len, values)) // 10)
         if prefix == "#":
             length = str(len(values) if key in _ALL else len("".join(values)))
-            return self._emitted([computed(f"#{name}") if unknown_in("".join(values)) else length], context)
+            return self._emitted([computed("#" + name) if unknown_in("".join(values)) else length], context)
         if not parts:
             return self._values(name, context, key)
         sign, rest = text_in(parts[0]), (parts[0].end_byte, node.end_byte - 1)
@@ -211,7 +211,7 @@ class Words(Variables):
         if has and sign[-1] != "+":
             return self._all(values, context, key)
         if sign[-1] == "?":
-            return self._emitted([f"{UNSET}{name}{END}"], context)
+            return self._emitted([UNSET + name + END], context)
         default = self._between(node, *rest, context) if sign[-1] != "+" or has else ""
         if sign[-1] == "=":
             self.store(name, _plain(default), key)
@@ -224,7 +224,7 @@ class Words(Variables):
         signs = element(self.elements("IFS"), "0")
 
         def divided(found: re.Match[str]) -> str:
-            return f"{_CUT}{found[0]}" if found[0] in signs else _quoted(found[0])
+            return _CUT + found[0] if found[0] in signs else _quoted(found[0])
 
         return _NEXT.join(re.sub(rf"{UNKNOWN.pattern}|[{{}},\s{re.escape(signs)}]", divided, value) for value in values)
 
@@ -239,4 +239,4 @@ def _plain(text: str) -> str:
 
 
 def _pattern(text: str) -> str:
-    return _plain(re.sub(f"{_KEPT}(.)", lambda kept: glob.escape(kept[1]), text, flags=re.DOTALL))
+    return _plain(re.sub(_KEPT + "(.)", lambda kept: glob.escape(kept[1]), text, flags=re.DOTALL))
