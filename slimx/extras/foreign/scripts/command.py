@@ -41,7 +41,6 @@ _SIGNS = {
 }
 """Patterns of text that occurs in the scripts of each framework."""
 _KINDS = {".py": "a Python program", ".yaml": "a YAML file", ".yml": "a YAML file"}
-_SOURCE = ("source", ".")
 _UNREAD = {".json": "a JSON file", ".ipynb": "a notebook"}
 _STARTS = {"slime": "train.py or train_async.py of slime", "verl": "a trainer of verl", "trl": "a trainer of TRL"}
 
@@ -224,9 +223,9 @@ def _launch(
         with contextlib.suppress(*[SlimxError] * assumed):
             commands = commands_of(script, text, variables, {} if assumed else files, assumed=assumed)
             for words in commands:
-                if words[0] in _SOURCE:
+                if words[0] in ("source", "."):
                     draft.left[shown(" ".join(words))] = "this file is not here; what it sets is not known"
-            launch = find([words for words in commands if words[0] not in _SOURCE])
+            launch = find(commands)
             found += [] if launch is None else [launch]
     if not found:
         return None

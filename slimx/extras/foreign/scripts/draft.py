@@ -78,7 +78,7 @@ class Draft:
         tree = tree_of({key: self.settings[key] for key in sorted(self.settings, key=_place)})
         body = list(lines_of(tree, comments))
         refusals = refused("\n".join(body))
-        parts = [f"# Written from {one_line(self.origin)}."]
+        parts = ["# Written from " + one_line(self.origin) + "."]
         parts += _comment("slimx refuses this configuration", {str(n): text for n, text in enumerate(refusals, 1)})
         parts += _comment("You must still supply", self.supply)
         parts += body
@@ -111,7 +111,7 @@ def _comment(title: str, entries: Mapping[str, str]) -> list[str]:
     """Returns the lines of a comment that lists `entries`; none if there are none."""
     if not entries:
         return []
-    lines = [f"# {title}:"]
+    lines = ["# " + title + ":"]
     for name, text in entries.items():
         lines += textwrap.wrap(
             one_line(name + ": " + text),

@@ -178,13 +178,24 @@ def _ranks(flags: Names, draft: Draft, *, sft: bool, asynchronous: bool) -> None
         draft.supply["rollout.engines"] = (
             "--rollout-num-gpus 0 starts no engine; list the urls of running SGLang servers"
         )
-    source = "--actor-num-nodes x --actor-num-gpus-per-node"
-    put_ranks(draft, trainers, 0 if colocate or not generates else gpus, per_node, source)
+    put_ranks(
+        draft,
+        trainers,
+        0 if colocate or not generates else gpus,
+        per_node,
+        "--actor-num-nodes x --actor-num-gpus-per-node",
+    )
     if not generates:
         return
     per_engine = flags.count("rollout_num_gpus_per_engine", 1)
-    counted = "--rollout-num-gpus / --rollout-num-gpus-per-engine"
-    put_engines(draft, gpus, per_engine, per_node, counted, flags.count("sglang_pp_size", 1))
+    put_engines(
+        draft,
+        gpus,
+        per_engine,
+        per_node,
+        "--rollout-num-gpus / --rollout-num-gpus-per-engine",
+        flags.count("sglang_pp_size", 1),
+    )
     if flags.number("rollout_num_gpus") is None and not colocate:
         draft.supply["rollout.engines.0.count"] = "the script gives no --rollout-num-gpus; one node is assumed"
     if flags.number("sglang_ep_size") is not None:
@@ -259,7 +270,7 @@ def _trainer(flags: Names, draft: Draft) -> None:
         put_tokens(draft, tokens * context, "--max-tokens-per-gpu x --context-parallel-size")
     stages = put_count(flags, "trainer.pipeline", "pipeline_model_parallel_size", 1)
     layers = flags.number("num_layers")
-    first, last = (flags.number(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    first, last = (flags.number("decoder_" + end + "_pipeline_num_layers") for end in ("first", "last"))
     put_stages(draft, layers, first, last, stages, "--decoder-first/last-pipeline-num-layers")
     chunk = flags.number("num_layers_per_virtual_pipeline_stage")
     if chunk is not None and layers is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,11 +33,10 @@ from slimx.extras.foreign.trl import TRL
 
 _ALGORITHMS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "bradley_terry"}
 """Algorithms of slimx by TRL's command, which is also the start of the names of its classes and example scripts."""
-_OTHERS = ("bco", "cpo", "distillation", "gkd", "gold", "kto", "nash_md", "online_dpo", "orpo", "ppo", "prm", "xpo")
+_OTHERS = "bco|cpo|distillation|gkd|gold|kto|nash_md|online_dpo|orpo|ppo|prm|xpo"
 """Starts of the names of TRL's example scripts for trainers that slimx does not have."""
 _RATES = {"sft": 2e-5, "reward": 1e-4}
 """Default learning rates by command, where they are not 1e-6."""
-_DEFAULT = "TRL's default"
 
 
 def is_program(word: str) -> bool:
@@ -66,10 +66,9 @@ def launch_values(launch: Launch, files: Mapping[str, str]) -> dict[str, list[st
     for name in ("num_processes", "num_machines", "nproc_per_node", "nnodes"):
         if name in before:
             values[name] = before[name]
-    stem = Path(launch.program).stem
-    for name in (*_ALGORITHMS, *_OTHERS):
-        if f"{stem}_".startswith(name + "_"):
-            values.setdefault("trainer", [name])
+    trainer = re.match(f"({'|'.join(_ALGORITHMS)}|{_OTHERS})[_.]", Path(launch.program).name)
+    if trainer:
+        values.setdefault("trainer", [trainer[1]])
     return values | flags | missing
 
 
@@ -170,14 +169,12 @@ def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
     mode = names.text("vllm_mode") or "colocate"
     tensor = names.count("vllm_tensor_parallel_size", 1)
     apart = mode == "server" and sampled
-    source = "--num_processes, or --nproc_per_node x --nnodes"
-    put_ranks(draft, processes, tensor if apart else 0, NODE, source)
+    put_ranks(draft, processes, tensor if apart else 0, NODE, "--num_processes, or --nproc_per_node x --nnodes")
     if not sampled:
         return processes
     names.words("use_vllm")
     put_engines(draft, tensor if apart else processes, tensor, NODE, "--num_processes / --vllm_tensor_parallel_size", 1)
-    share = "rollout.engines.0.sglang.mem_fraction_static"
-    put_number(names, share, "vllm_gpu_memory_utilization", 0.3)
+    put_number(names, "rollout.engines.0.sglang.mem_fraction_static", "vllm_gpu_memory_utilization", 0.3)
     if not apart:
         draft.put("schedule.colocate", True, "--vllm_mode colocate")
     return processes
@@ -299,7 +296,7 @@ def _objective(names: Names, draft: Draft) -> None:
         draft.left["--scale_rewards batch"] = (
             "no advantages are divided by the standard deviation of all rewards of a step; they are not divided at all"
         )
-    put("algorithm.old_logprobs", "recompute", _DEFAULT + ": the trainer's")
+    put("algorithm.old_logprobs", "recompute", "TRL's default: the trainer's")
     correction = "vllm_importance_sampling_correction"
     mode = names.text("vllm_importance_sampling_mode") or "sequence_mask"
     bounds = ["vllm_importance_sampling_" + name for name in ("clip_max", "cap", "clip_min")]
@@ -323,10 +320,10 @@ def _rloo(names: Names, draft: Draft) -> None:
     put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
     draft.left["the ratio per sequence of RLOO"] = "the loss clips the ratio of every token"
     put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
-    put("algorithm.old_logprobs", "recompute", _DEFAULT + ": the trainer's")
+    put("algorithm.old_logprobs", "recompute", "TRL's default: the trainer's")
     beta = names.number_or(0.05, "beta")
     if beta:
-        draft.left[f"--beta {beta:g} ({_DEFAULT}: 0.05)"] = (
+        draft.left[f"--beta {beta:g} (TRL's default: 0.05)"] = (
             "TRL subtracts the KL from the rewards of rloo; algorithm.kl_coef is a term of the loss"
         )
 

@@ -100,8 +100,14 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     _model(keys, draft, sft=sft)
     _prompts(keys, draft, sft=sft)
     if sft:
-        without = ("data.val_files", "trainer.test_freq", "trainer.nnodes", "trainer.n_gpus_per_node")
-        note_unneeded(keys, "torchrun starts the ranks, and sft evaluates nothing without engines", *without)
+        note_unneeded(
+            keys,
+            "torchrun starts the ranks, and sft evaluates nothing without engines",
+            "data.val_files",
+            "trainer.test_freq",
+            "trainer.nnodes",
+            "trainer.n_gpus_per_node",
+        )
         _sft_ranks(keys, draft, launch)
     else:
         _ranks(keys, draft)
@@ -244,16 +250,23 @@ def _ranks(keys: Names, draft: Draft) -> None:
     copies = keys.count("actor_rollout_ref.rollout.data_parallel_size", 1)
     stages = keys.count("actor_rollout_ref.rollout.pipeline_model_parallel_size", 1)
     experts = keys.count("actor_rollout_ref.rollout.expert_parallel_size", 1)
-    source = "all GPUs / actor_rollout_ref.rollout.tensor_model_parallel_size"
     size = tensor * stages
     if copies > 1 and experts > 1:
         size *= copies
         draft.put("rollout.engines.0.dp_attention", copies, "actor_rollout_ref.rollout.data_parallel_size")
-    put_engines(draft, engine_gpus or trainers, size, max(per_node, NODE), source, stages)
+    put_engines(
+        draft,
+        engine_gpus or trainers,
+        size,
+        max(per_node, NODE),
+        "all GPUs / actor_rollout_ref.rollout.tensor_model_parallel_size",
+        stages,
+    )
     if experts > 1:
         draft.put("rollout.engines.0.expert", min(experts, size), "actor_rollout_ref.rollout.expert_parallel_size")
-    share = "rollout.engines.0.sglang.mem_fraction_static"
-    put_number(keys, share, "actor_rollout_ref.rollout.gpu_memory_utilization", 0.5)
+    put_number(
+        keys, "rollout.engines.0.sglang.mem_fraction_static", "actor_rollout_ref.rollout.gpu_memory_utilization", 0.5
+    )
     if not engine_gpus:
         draft.put("schedule.colocate", True, "trainers and engines share the GPUs (hybrid_engine)")
 
@@ -344,12 +357,14 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
     layers = layers_of(str(draft.get("model.path")))
     ends = []
     parts = [
-        keys.has(f"actor_rollout_ref.actor.megatron.override_transformer_config.account_for_{part}_in_pipeline_split")
+        keys.has(
+            "actor_rollout_ref.actor.megatron.override_transformer_config.account_for_" + part + "_in_pipeline_split"
+        )
         for part in ("embedding", "loss")
     ]
     for name, counts in zip(("first", "last"), parts, strict=True):
         number = keys.number(
-            f"actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_{name}_pipeline_stage"
+            "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_" + name + "_pipeline_stage"
         )
         if number is None and counts and layers is not None:  # the embedding or the loss takes the place of a layer
             number = (layers + sum(parts)) // stages - 1

@@ -20,9 +20,6 @@ from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, UNSET, unknow
 from slimx.extras.foreign.scripts.shell.expansion import shown as readable
 from slimx.extras.foreign.scripts.shell.files import text_of
 
-_LATER = r"auto|gpu|cpu|\d+:\d+"
-"""Values that stand for a number which is known when the program starts, such as the GPUs of a node for torchrun."""
-
 
 @dataclass(slots=True)
 class Names:
@@ -77,7 +74,7 @@ class Names:
             elif text is not None:
                 with contextlib.suppress(ValueError):
                     return float(text)
-                if not re.fullmatch(_LATER, text):
+                if not re.fullmatch(r"auto|gpu|cpu|\d+:\d+", text):  # as torchrun counts GPUs and nodes
                     raise SlimxError(
                         f"{self.script}: {self.shown(name)} is {readable(text)!r}, which is not a number; correct it "
                         "there",

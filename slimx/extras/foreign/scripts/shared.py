@@ -107,7 +107,7 @@ def put_kl(names: Names, section: str, weight: float, kind: str) -> None:
     switch, coef, estimator = (f"{section}{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
     weight = names.number_or(weight, coef)
     if not names.has(switch):
-        note_unneeded(names, f"without {names.shown(switch)} it has no effect", coef, estimator)
+        note_unneeded(names, "without " + names.shown(switch) + " it has no effect", coef, estimator)
         return
     put("algorithm.reference", True, names.shown(switch))
     if not weight:

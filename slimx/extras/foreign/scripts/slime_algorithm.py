@@ -26,10 +26,23 @@ def put_demonstrations(flags: Names, draft: Draft) -> None:
     put_answers(draft, "demonstrations", "--loss-type sft_loss")
     draft.put("algorithm.name", "sft", "--loss-type sft_loss")
     draft.put("algorithm.aggregation", "sample", _DEFAULT)
-    without = ("debug_train_only", "disable_compute_advantages_and_returns", "advantage_estimator", "loss_type")
-    note_unneeded(flags, "algorithm.name: sft needs neither engines nor advantages", *without)
-    terms = ("entropy_coef", "eps_clip", "eps_clip_high", "rollout_function_path", "rollout_temperature")
-    note_unneeded(flags, "algorithm.name: sft has no such term", *terms)
+    note_unneeded(
+        flags,
+        "algorithm.name: sft needs neither engines nor advantages",
+        "debug_train_only",
+        "disable_compute_advantages_and_returns",
+        "advantage_estimator",
+        "loss_type",
+    )
+    note_unneeded(
+        flags,
+        "algorithm.name: sft has no such term",
+        "entropy_coef",
+        "eps_clip",
+        "eps_clip_high",
+        "rollout_function_path",
+        "rollout_temperature",
+    )
     if flags.text("label_key") is None:
         draft.supply["rollout.fields.prompt"] = (
             "slime's column has whole conversations, whose last turn slimx reads from the column `answer`"
@@ -90,8 +103,13 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
 def _teacher(flags: Names, draft: Draft) -> None:
     """Adds a frozen group of engines that serves the teacher, which slime's script starts apart from the run, and
     removes the hooks that ask it."""
-    hooks = ("custom_rm_path", "custom_reward_post_process_path", "rm_url")
-    note_unneeded(flags, "the teacher's log-probs come from algorithm.teacher_engine", *hooks)
+    note_unneeded(
+        flags,
+        "the teacher's log-probs come from algorithm.teacher_engine",
+        "custom_rm_path",
+        "custom_reward_post_process_path",
+        "rm_url",
+    )
     draft.put("reward.function", None, "the teacher is the only signal")
     draft.put("algorithm.name", "distillation", "--use-opd")
     draft.remove("algorithm.advantages")
@@ -105,13 +123,23 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
     put = draft.put
     sets = _sets(flags, draft)
     every = flags.number("eval_interval")
-    names = (
-        "eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_max_response_len",
-        "eval_input_key", "eval_label_key", "eval_tool_key", "eval_top_k", "skip_eval_before_train",
-    )  # fmt: skip
     if not sets or every is None:
         missing = "--eval-interval" if sets else "--eval-prompt-data"
-        note_unneeded(flags, f"without {missing} nothing is evaluated", "eval_prompt_data", *names)
+        note_unneeded(
+            flags,
+            "without " + missing + " nothing is evaluated",
+            "eval_prompt_data",
+            "eval_interval",
+            "n_samples_per_eval_prompt",
+            "eval_temperature",
+            "eval_top_p",
+            "eval_max_response_len",
+            "eval_input_key",
+            "eval_label_key",
+            "eval_tool_key",
+            "eval_top_k",
+            "skip_eval_before_train",
+        )
         return
     put("eval.prompts", sets, "--eval-prompt-data")
     put("eval.every", int(every), "--eval-interval")

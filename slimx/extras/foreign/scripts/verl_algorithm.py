@@ -102,21 +102,22 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
             put_number(keys, "algorithm.loss." + side, "actor_rollout_ref.actor.clip_ratio" if null else key, 0.2)
         note_unneeded(keys, "verl's clip_ratio_low and clip_ratio_high count", "actor_rollout_ref.actor.clip_ratio")
     else:
-        bounds = (
+        note_unneeded(
+            keys,
+            "the loss of " + loss + " has no such bound",
             "actor_rollout_ref.actor.clip_ratio",
             "actor_rollout_ref.actor.clip_ratio_low",
             "actor_rollout_ref.actor.clip_ratio_high",
         )
-        note_unneeded(keys, f"the loss of {loss} has no such bound", *bounds)
     if loss == "clip":
         put_number(keys, "algorithm.loss.dual", "actor_rollout_ref.actor.clip_ratio_c", 3.0)
     else:
-        note_unneeded(keys, f"the loss of {loss} has no such bound", "actor_rollout_ref.actor.clip_ratio_c")
+        note_unneeded(keys, "the loss of " + loss + " has no such bound", "actor_rollout_ref.actor.clip_ratio_c")
     for theirs, ours, default in _COVARIANCE.get(loss, ()):
         put_number(keys, "algorithm.loss." + ours, "actor_rollout_ref.actor.policy_loss." + theirs, default)
     unit = keys.text("actor_rollout_ref.actor.loss_agg_mode") or "token-mean"
     if loss in ("gspo", "sapo"):
-        put("algorithm.aggregation", "sample", f"verl's {loss}, whatever loss_agg_mode is")
+        put("algorithm.aggregation", "sample", "verl's " + loss + ", whatever loss_agg_mode is")
     else:
         put("algorithm.aggregation", _UNITS.get(unit, "token"), "actor_rollout_ref.actor.loss_agg_mode=" + unit)
         if unit.endswith("-sum"):
@@ -227,8 +228,9 @@ def put_evaluation(keys: Names, draft: Draft) -> None:
         "actor_rollout_ref.rollout.val_kwargs." + name for name in ("n", "temperature", "top_p", "do_sample", "top_k")
     ]
     if every is None or every <= 0 or files is None:
-        reason = "without trainer.test_freq nothing is evaluated"
-        note_unneeded(keys, reason, *names, "data.val_files", "trainer.test_freq")
+        note_unneeded(
+            keys, "without trainer.test_freq nothing is evaluated", *names, "data.val_files", "trainer.test_freq"
+        )
         return
     paths = files_in(files)
     put("eval.prompts", paths[0] if len(paths) == 1 else names_of(paths), "data.val_files")

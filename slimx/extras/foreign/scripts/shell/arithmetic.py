@@ -52,9 +52,9 @@ def calculated(text: str, variables: Variables) -> str:
     except (ValueError, ArithmeticError, SyntaxError, MemoryError, KeyError) as error:
         for names in _ASSIGNED.findall(text):
             variables.spend(len(text))
-            variables.values["".join(names)] = {ANY: computed(f"(({text.strip()}))")}
+            variables.values["".join(names)] = {ANY: computed("((" + text.strip() + "))")}
         unset = re.search(f"{UNSET}[^{END}]*{END}", str(error))
-        return unset[0] if unset else computed(f"(({text.strip()}))")
+        return unset[0] if unset else computed("((" + text.strip() + "))")
 
 
 def truth(value: str) -> bool | None:

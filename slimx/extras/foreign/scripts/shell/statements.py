@@ -159,10 +159,11 @@ class Statements(Words):
             check(item, self.script)
             self.spend(len(value) * len(item.children) // 10)
             results = [matches(value, self.pattern(part)) for part in item.children_by_field_name("value")]
-            known = falls or True in results or None not in results
-            if not known and not self.assumed:
+            taken = falls or True in results
+            known = taken or None not in results
+            if not (known or self.assumed):
                 return None
-            if falls or True in results or not known:
+            if taken or not known:
                 start = next(place for place, part in enumerate(item.children) if part.type == ")")
                 status = self.block(item.children[start + 1 :])
                 end = text_in(item.children[-1])

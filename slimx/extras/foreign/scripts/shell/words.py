@@ -222,11 +222,11 @@ class Words(Variables):
         if context == "quoted":
             return _NEXT.join(map(_quoted, values))
         signs = element(self.elements("IFS"), "0")
-
-        def divided(found: re.Match[str]) -> str:
-            return _CUT + found[0] if found[0] in signs else _quoted(found[0])
-
-        return _NEXT.join(re.sub(rf"{UNKNOWN.pattern}|[{{}},\s{re.escape(signs)}]", divided, value) for value in values)
+        parts = rf"{UNKNOWN.pattern}|[{{}},\s{re.escape(signs)}]"
+        return _NEXT.join(
+            re.sub(parts, lambda found: _CUT + found[0] if found[0] in signs else _quoted(found[0]), value)
+            for value in values
+        )
 
 
 def _quoted(text: str) -> str:
