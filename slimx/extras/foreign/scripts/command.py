@@ -232,7 +232,9 @@ def _launch(
     one, other = (flags_of(launch.arguments) | keys_of(launch.arguments)[0] for launch in (found[0], found[-1]))
     names = sorted(name for name in one | other if one.get(name) != other.get(name))
     if names:
-        draft.left["conditions that are not known here"] = f"they are taken as false, and decide on {', '.join(names)}"
+        draft.left["conditions that are not known here"] = (
+            f"taken as false (by || as true), they decide on {', '.join(names)}"
+        )
     return found[0]
 
 
