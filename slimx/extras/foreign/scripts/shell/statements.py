@@ -149,7 +149,8 @@ class Statements(Words):
         return True
 
     def case(self, node: Node) -> bool | None:
-        """Runs the first item of `case` whose pattern matches, and those into which it falls through."""
+        """Runs the first item of `case` whose pattern matches, and those into which it falls through; with `assumed`,
+        also those of which that is unknown."""
         value = without_unset(self.text(node.child_by_field_name("value")))
         status: bool | None = True
         falls = False
