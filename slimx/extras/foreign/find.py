@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slimx.extras.foreign.meaning import Meaning, Table, not_needed
+from slimx.extras.foreign.meaning import EPOCHS, Meaning, Table, not_needed, table
 from slimx.extras.foreign.megatron import MEGATRON
 from slimx.extras.foreign.openrlhf import OPENRLHF
 from slimx.extras.foreign.slime import SLIME
@@ -13,31 +13,25 @@ from slimx.extras.foreign.trl import TRL
 from slimx.extras.foreign.values import VALUES
 from slimx.extras.foreign.verl import VERL
 
-SHORT: Table = {
-    "rollout.n": "rollout.group_size",
-    "rollout.batch_size": "rollout.prompts_per_step",
-    "rollout.max_tokens": "rollout.sampling.max_new_tokens",
-    "rollout.sampling.n": "rollout.group_size",
-    "rollout.sampling.max_tokens": "rollout.sampling.max_new_tokens",
-    "rollout.sampling.stop": Meaning(
-        "rollout.sampling.stop_token_ids", note="token ids; stop strings are not supported"
-    ),
-    "trainer.steps": "schedule.steps",
-    "trainer.gpus": "trainer.world_size",
-    "algorithm.beta": "algorithm.kl_coef",
-    "epochs": Meaning("schedule.steps", note="prompts * epochs / rollout.prompts_per_step"),
-    "batch_size": "rollout.prompts_per_step",
-    "gpus": "trainer.world_size",
-    "nodes": "cluster.nodes",
-    "max_tokens": "rollout.sampling.max_new_tokens",
-    "model": "model.path",
-    "prompts": "rollout.prompts",
-    "dataset": "rollout.prompts",
-    "output": "run.dir",
-    "webhook": "track.webhook",
-    "alerts.webhook": "track.webhook",
-    "dir": "run.dir",
-}
+SHORT: Table = table(
+    {
+        "rollout.n rollout.sampling.n": "rollout.group_size",
+        "rollout.batch_size batch_size": "rollout.prompts_per_step",
+        "rollout.max_tokens rollout.sampling.max_tokens max_tokens": "rollout.sampling.max_new_tokens",
+        "rollout.sampling.stop": Meaning(
+            "rollout.sampling.stop_token_ids", note="token ids; stop strings are not supported"
+        ),
+        "trainer.steps": "schedule.steps",
+        "trainer.gpus gpus": "trainer.world_size",
+        "algorithm.beta": "algorithm.kl_coef",
+        "epochs": EPOCHS,
+        "nodes": "cluster.nodes",
+        "model": "model.path",
+        "prompts dataset": "rollout.prompts",
+        "output dir": "run.dir",
+        "webhook alerts.webhook": "track.webhook",
+    }
+)
 """Short names that users may write for a key of slimx; each one is unambiguous."""
 MOVED: dict[str, str | Meaning] = {
     "algorithm.clip_low": "algorithm.loss.low",
@@ -64,9 +58,12 @@ MOVED |= {key.removeprefix("algorithm."): moved for key, moved in MOVED.items()}
 FLAGS: Sequence[Table] = (SLIME, MEGATRON, TRL, OPENRLHF, SHORT, MOVED)
 """Tables of flags, which have the same meaning in every section. Flags that differ from a key only in dashes, such as
 --lr, need no entry (slimx.config.suggestions)."""
-FILES: Table = dict.fromkeys(
-    ("config", "config_file", "config_path", "config_name", "config_dir", "cfg", "yaml"),
-    not_needed("the YAML file is the first argument, without a flag, as in `slimx train run.yaml`"),
+FILES: Table = table(
+    {
+        "config config_file config_path config_name config_dir cfg yaml": not_needed(
+            "the YAML file is the first argument, without a flag, as in `slimx train run.yaml`"
+        )
+    }
 )
 """Flags of other programs for the file with the settings."""
 PATHS: Sequence[Table] = (VERL, SHORT, MOVED, FILES)
@@ -96,8 +93,8 @@ def meaning(tables: Sequence[Table], name: str, value: str) -> Meaning | None:
     meaning from the first table that contains the name; None if no table contains it."""
     name = name.lower().replace("-", "_")
     first = None
-    for table in tables:
-        entry = _entry(table, name)
+    for entries in tables:
+        entry = _entry(entries, name)
         if entry is not None and entry.translate(value) is not None:
             return entry
         first = first or entry
@@ -118,7 +115,7 @@ def _entry(table: Table, name: str) -> Meaning | None:
     matched = _as_meaning(table[pattern])
     if matched.key != "{}":
         return replace(matched, key=matched.key.replace("{}", rest))
-    return _entry(MEGATRON, rest) or Meaning(f"trainer.megatron.{rest}")
+    return _entry(MEGATRON, rest) or Meaning("trainer.megatron." + rest)
 
 
 def _as_meaning(entry: str | Meaning) -> Meaning:

@@ -51,7 +51,7 @@ SHORT = dict(zip(("tp", "pp", "vpp", "cp", "ep", "etp"), _SIZES, strict=True))
 
 def _below(section: str, keys: Table) -> Table:
     """Returns the table `keys` with the names prefixed by `section` and a dot."""
-    return {f"{section}.{key}": meaning for key, meaning in table(keys).items()}
+    return {section + "." + key: meaning for key, meaning in table(keys).items()}
 
 
 VERL: Table = table(
@@ -184,7 +184,7 @@ VERL: Table = table(
                     {
                         "vanilla": "grpo",
                         **{name: name for name in ("gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")},
-                        **{f"{name}-cov": f"{name}_cov" for name in ("clip", "kl")},
+                        **{name + "-cov": name + "_cov" for name in ("clip", "kl")},
                     },
                 ),
                 "ulysses_sequence_parallel_size": "trainer.context",
@@ -194,8 +194,8 @@ VERL: Table = table(
                 ): OFFLOADED,
                 "fsdp_config.optimizer_offload": MEGATRON["optimizer_cpu_offload"],
                 "fsdp_config.* veomni.* torchtitan.* megatron.use_megatron_fsdp": _FSDP,
-                **{f"megatron.{theirs}": f"trainer.{ours}" for theirs, ours in _SIZES.items()},
-                **{f"engine.{short}": f"trainer.{_SIZES[theirs]}" for short, theirs in SHORT.items()},
+                **{"megatron." + theirs: "trainer." + ours for theirs, ours in _SIZES.items()},
+                **{"engine." + short: "trainer." + _SIZES[theirs] for short, theirs in SHORT.items()},
                 "megatron.sequence_parallel": MEGATRON["sequence_parallel"],
                 "megatron.use_mbridge megatron.use_dist_checkpointing megatron.vanilla_mbridge": _CHECKPOINTS,
                 "megatron.dist_checkpointing_path": "trainer.load",
@@ -273,14 +273,14 @@ VERL: Table = table(
         **_below(
             "critic",
             {
-                **{f"optim.{name}": f"critic.optimizer.{name}" for name in ("lr", "min_lr", "weight_decay", "betas")},
+                **{"optim." + name: "critic.optimizer." + name for name in ("lr", "min_lr", "weight_decay", "betas")},
                 "optim.clip_grad grad_clip": "critic.optimizer.clip_grad",
                 "optim.lr_warmup_steps": "critic.optimizer.warmup_steps",
             },
         ),
         "critic.model.path": "critic.load",
         "critic.cliprange_value": "critic.value_clip",
-        **{f"critic.megatron.{theirs}": f"critic.layout.{ours}" for theirs, ours in _SIZES.items()},
+        **{"critic.megatron." + theirs: "critic.layout." + ours for theirs, ours in _SIZES.items()},
         "critic.model.*": not_needed(
             "the critic has the architecture of model.path and the trainer's packing and recomputation"
         ),

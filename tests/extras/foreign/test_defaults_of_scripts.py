@@ -213,9 +213,20 @@ def test_sets_of_a_file_of_slime_have_their_columns(tmp_path):
     assert "e.yaml: top_k of x" in draft.left and "--sglang-config" in slime("--sglang-config e.yaml").left
 
 
-def test_a_condition_that_is_not_known_is_told_with_what_it_decides(tmp_path):
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "if nvidia-smi | grep -q H200; then TP=8; else TP=4; fi",
+        "TP=4; nvidia-smi | grep -q H200 && TP=8",
+        "TP=4; nvidia-smi || TP=8",
+        "TP=4; case $(hostname) in a*) TP=8 ;; *) ;; esac",
+        "TP=4; case x1 in x[[:digit:]]) TP=8 ;; esac",
+        "TP=4; if [[ x1 == @(x1|x2) ]]; then TP=8; fi",
+    ],
+)
+def test_a_condition_that_is_not_known_is_told_with_what_it_decides(tmp_path, choice):
     (tmp_path / "run.sh").write_text(
-        "if nvidia-smi | grep -q H200; then TP=8; else TP=4; fi\nif true; then A=1; fi\n"
+        f"{choice}\nif true; then A=1; fi\n"
         "python train.py --hf-checkpoint m --prompt-data p --n-samples-per-prompt 2 --tensor-model-parallel-size $TP\n"
     )
     text = CliRunner().invoke(slime_app, [str(tmp_path / "run.sh")], catch_exceptions=False).stdout

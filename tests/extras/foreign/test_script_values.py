@@ -113,6 +113,45 @@ def test_a_flag_that_depends_on_an_unset_variable_is_refused(tmp_path):
         CliRunner().invoke(verl_app, [str(script)], catch_exceptions=False, standalone_mode=False)
 
 
+@pytest.mark.parametrize("name", ["run.sh", "models.sh", "grpo.py", "grpo.yaml"])
+def test_a_file_that_is_not_utf8_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text("source models.sh\npython grpo.py --config grpo.yaml")
+    Path(name).write_bytes(b"# mod\xe8l\noutput_dir: a\n")
+    with refused("foreign.not_utf8", about=name):
+        CliRunner().invoke(trl_app, ["run.sh"], catch_exceptions=False, standalone_mode=False)
+
+
+def test_arguments_of_a_script_are_given_by_number(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text('f() { echo "$2"; }\nN=$2; shift\npython train.py --hf-checkpoint m --save $N/$2$(f) "$@"\n')
+    with refused("foreign.variable", about="2"):
+        CliRunner().invoke(slime_app, [str(script), "1=x"], catch_exceptions=False, standalone_mode=False)
+    words = [str(script), "10=y", "1=x", "2=runs", "3=--lr", "4=3e-6"]
+    found = yaml.safe_load(CliRunner().invoke(slime_app, words, catch_exceptions=False).stdout)
+    assert (found["run"]["dir"], found["trainer"]["optimizer"]["lr"]) == ("runs/--lr", 3e-6)
+
+
+def test_a_file_of_a_script_that_is_not_here_is_told(tmp_path):
+    (tmp_path / "run.sh").write_text("source models/tiny.sh\n. $HOME/.nothing\npython train.py --hf-checkpoint m\n")
+    text = CliRunner().invoke(slime_app, [str(tmp_path / "run.sh")], catch_exceptions=False).stdout
+    told = [line.partition(": ")[0] for line in text.splitlines() if line.startswith(("#   source", "#   ."))]
+    assert told == ["#   source models/tiny.sh", "#   . ~/.nothing"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "name"),
+    [
+        (lambda: trl("--nproc_per_node gpu"), "--nproc_per_node"),
+        (lambda: verl("", SFT, "torchrun --nproc_per_node=auto --nnodes 1:4 -m"), "nproc_per_node"),
+        (lambda: verl("", SFT, "torchrun --nproc-per-node cpu -m"), "nproc_per_node"),
+    ],
+)
+def test_all_processors_of_a_node_are_to_be_counted(draft, name):
+    found = draft()
+    assert accepted(found)["trainer.world_size"] == 8 and "trainer.world_size" in found.supply[name]
+
+
 HOSTILE = ["a: b", "a # b", "*a", "&a b", "- a", "line\nbreak: 1", "\u2028a", "{a: b", "'", '"\\', "yes", "1e-6", ""]
 
 

@@ -11,6 +11,7 @@ SCRIPTS = (
     Mistake("a launch script of slime for from-trl", "from-trl run.sh", script("python3 train.py --colocate")),
     Mistake("a script that starts nothing", "from-slime run.sh", script("pip install -e .")),
     Mistake("a variable that a script does not set", "from-slime run.sh", script("python3 train.py --save $BASE/x")),
+    Mistake("an argument that a script needs", "from-slime run.sh 1=a", script("python3 train.py --save $1/$2")),
     Mistake("a quote that a script never closes", "from-verl run.sh", script('python3 train.py --save "x')),
     Mistake(
         "a loop that a script never closes",

@@ -22,7 +22,8 @@ from slimx.extras.foreign.scripts.from_trl import is_program as is_trl
 from slimx.extras.foreign.scripts.from_trl import launch_values, read_trl, yaml_values
 from slimx.extras.foreign.scripts.from_verl import is_program, read_verl
 from slimx.extras.foreign.scripts.python_file import arguments_in
-from slimx.extras.foreign.scripts.shell.expansion import unknown_in
+from slimx.extras.foreign.scripts.shell.expansion import shown, unknown_in
+from slimx.extras.foreign.scripts.shell.files import text_of
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of, launch_of
 from slimx.extras.foreign.scripts.shell.script import commands_of
 from slimx.extras.foreign.slime import SLIME
@@ -48,7 +49,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[NAME=VALUE]...",
-        help="Variables of the script's environment; for a Python or YAML file, its settings.",
+        help="Variables of the script's environment, and arguments as 1=VALUE; of a Python or YAML file, settings.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="File to write instead of standard output.")]
@@ -168,7 +169,7 @@ def _written(framework: str, script: Path, out: Path | None, *, force: bool) -> 
         write_out(out, written)
         print(f"wrote {out}", file=sys.stderr)
     for sentence in refusals:
-        print(f"slimx: {one_line(sentence)}", file=sys.stderr)
+        print("slimx: " + one_line(sentence), file=sys.stderr)
     if refusals:
         raise typer.Exit(2)
 
@@ -190,7 +191,7 @@ def _text(script: Path, framework: str) -> str:
             code="foreign.kind",
             about=str(script),
         )
-    return script.read_text(errors="replace")
+    return text_of(script)
 
 
 def _values(variables: Settings) -> dict[str, str]:
@@ -220,14 +221,20 @@ def _launch(
     found = []
     for assumed in (False, True):
         with contextlib.suppress(*[SlimxError] * assumed):
-            launch = find(commands_of(script, text, variables, {} if assumed else files, assumed=assumed))
+            commands = commands_of(script, text, variables, {} if assumed else files, assumed=assumed)
+            for words in commands:
+                if words[0] in ("source", "."):
+                    draft.left[shown(" ".join(words))] = "this file is not here; what it sets is not known"
+            launch = find(commands)
             found += [] if launch is None else [launch]
     if not found:
         return None
     one, other = (flags_of(launch.arguments) | keys_of(launch.arguments)[0] for launch in (found[0], found[-1]))
     names = sorted(name for name in one | other if one.get(name) != other.get(name))
     if names:
-        draft.left["conditions that are not known here"] = f"they are taken as false, and decide on {', '.join(names)}"
+        draft.left["conditions that are not known here"] = (
+            f"taken as false (by || as true), they decide on {', '.join(names)}"
+        )
     return found[0]
 
 

@@ -65,7 +65,7 @@ class Draft:
 
     def remove(self, key: str) -> None:
         """Removes `key` and all keys below it."""
-        for name in [name for name in self.settings if name == key or name.startswith(f"{key}.")]:
+        for name in [name for name in self.settings if name == key or name.startswith(key + ".")]:
             del self.settings[name]
             self.sources.pop(name, None)
 
@@ -74,11 +74,11 @@ class Draft:
         lists them, too."""
         comments = dict(self.sources)
         for key in self.supply.keys() & comments.keys():
-            comments[key] = "; ".join(filter(None, (comments[key], f"supply: {self.supply[key]}")))
+            comments[key] = "; ".join(filter(None, (comments[key], "supply: " + self.supply[key])))
         tree = tree_of({key: self.settings[key] for key in sorted(self.settings, key=_place)})
         body = list(lines_of(tree, comments))
         refusals = refused("\n".join(body))
-        parts = [f"# Written from {one_line(self.origin)}."]
+        parts = ["# Written from " + one_line(self.origin) + "."]
         parts += _comment("slimx refuses this configuration", {str(n): text for n, text in enumerate(refusals, 1)})
         parts += _comment("You must still supply", self.supply)
         parts += body
@@ -111,10 +111,10 @@ def _comment(title: str, entries: Mapping[str, str]) -> list[str]:
     """Returns the lines of a comment that lists `entries`; none if there are none."""
     if not entries:
         return []
-    lines = [f"# {title}:"]
+    lines = ["# " + title + ":"]
     for name, text in entries.items():
         lines += textwrap.wrap(
-            one_line(f"{name}: {text}"),
+            one_line(name + ": " + text),
             WIDTH,
             initial_indent="#   ",
             subsequent_indent="#     ",

@@ -44,7 +44,7 @@ _SHORT = {
 def read_slime(launch: Launch, draft: Draft) -> None:
     """Adds what `launch` means to `draft`. Raises SlimxError for a flag whose value is not known or no number."""
     values = {_SHORT.get(name, name): words for name, words in flags_of(launch.arguments).items()}
-    flags = Names(draft.origin.partition(" ")[0], values, lambda name: f"--{name.replace('_', '-')}")
+    flags = Names(draft, values, lambda name: f"--{name.replace('_', '-')}")
     sft = (flags.text("loss_type") == "sft_loss") or _SFT in (flags.text("rollout_function_path") or "")
     if launch.broken:
         draft.left["the launch command"] = "a backslash is missing at the end of one of its lines; all flags are read"
@@ -61,7 +61,7 @@ def read_slime(launch: Launch, draft: Draft) -> None:
     else:
         put_algorithm(flags, draft)
         put_evaluation(flags, draft)
-    translate_rest(draft, flags, (SLIME, MEGATRON))
+    translate_rest(flags, (SLIME, MEGATRON))
     if draft.get("algorithm.name") == "ppo":  # the critic has the arguments of the actor
         for key in [*draft.settings]:
             inherited = key.replace("trainer", "critic", 1)
@@ -72,11 +72,11 @@ def read_slime(launch: Launch, draft: Draft) -> None:
 
 
 def _model(flags: Names, draft: Draft) -> None:
-    path = put_model(draft, flags, "hf_checkpoint")
+    path = put_model(flags, "hf_checkpoint")
     name = Path(path).name
     save = flags.text("save")
     draft.put("run.name", Path(save).name if save else name, "")
-    draft.put("run.dir", save.rstrip("/") if save else f"runs/{name}", "--save" if save else "the script saves nothing")
+    draft.put("run.dir", save.rstrip("/") if save else "runs/" + name, "--save" if save else "the script saves nothing")
     load = flags.text("load")
     reference = flags.text("ref_load")
     if load is not None and load == save:
@@ -86,7 +86,7 @@ def _model(flags: Names, draft: Draft) -> None:
             "set trainer.load to this directory if it has the initial weights; a run resumes from its checkpoints in "
             "run.dir"
         )
-    note_unneeded(draft, flags, "the run starts from model.path, and the reference has these weights", "ref_load")
+    note_unneeded(flags, "the run starts from model.path, and the reference has these weights", "ref_load")
     if "FP8" in name or "INT4" in name:
         _quantized(draft, path, name)
 
@@ -117,12 +117,12 @@ def _prompts(flags: Names, draft: Draft, *, sft: bool) -> None:
     else:
         put("rollout.prompts", prompts.partition("@")[0], "--prompt-data")
         if "@" in prompts:
-            draft.left[f"--prompt-data {prompts}"] = "a file is read as a whole; write the rows to a file of their own"
+            draft.left["--prompt-data " + prompts] = "a file is read as a whole; write the rows to a file of their own"
     put("rollout.fields.prompt", flags.text("input_key") or "input", "--input-key")
     for name, key in (("label_key", "answer"), ("tool_key", "tools")):
         value = flags.text(name)
         if value is not None:
-            put(f"rollout.fields.{key}", value, flags.shown(name))
+            put("rollout.fields." + key, value, flags.shown(name))
     metadata = flags.text("metadata_key")
     if metadata is not None:
         put("rollout.fields.metadata", [metadata], "--metadata-key")
@@ -178,13 +178,24 @@ def _ranks(flags: Names, draft: Draft, *, sft: bool, asynchronous: bool) -> None
         draft.supply["rollout.engines"] = (
             "--rollout-num-gpus 0 starts no engine; list the urls of running SGLang servers"
         )
-    source = "--actor-num-nodes x --actor-num-gpus-per-node"
-    put_ranks(draft, trainers, 0 if colocate or not generates else gpus, per_node, source)
+    put_ranks(
+        draft,
+        trainers,
+        0 if colocate or not generates else gpus,
+        per_node,
+        "--actor-num-nodes x --actor-num-gpus-per-node",
+    )
     if not generates:
         return
     per_engine = flags.count("rollout_num_gpus_per_engine", 1)
-    counted = "--rollout-num-gpus / --rollout-num-gpus-per-engine"
-    put_engines(draft, gpus, per_engine, per_node, counted, flags.count("sglang_pp_size", 1))
+    put_engines(
+        draft,
+        gpus,
+        per_engine,
+        per_node,
+        "--rollout-num-gpus / --rollout-num-gpus-per-engine",
+        flags.count("sglang_pp_size", 1),
+    )
     if flags.number("rollout_num_gpus") is None and not colocate:
         draft.supply["rollout.engines.0.count"] = "the script gives no --rollout-num-gpus; one node is assumed"
     if flags.number("sglang_ep_size") is not None:
@@ -229,8 +240,8 @@ def _disaggregated(draft: Draft, prefill: int) -> None:
 
 def _batches(flags: Names, draft: Draft) -> None:
     put = draft.put
-    prompts = put_count(draft, flags, "rollout.prompts_per_step", "rollout_batch_size", 32)
-    samples = put_count(draft, flags, "rollout.group_size", "n_samples_per_prompt", 1)
+    prompts = put_count(flags, "rollout.prompts_per_step", "rollout_batch_size", 32)
+    samples = put_count(flags, "rollout.group_size", "n_samples_per_prompt", 1)
     updates = flags.number("num_steps_per_rollout")
     batch = flags.number("global_batch_size")
     if updates is not None:
@@ -238,7 +249,7 @@ def _batches(flags: Names, draft: Draft) -> None:
     elif batch is not None:
         source = f"--global-batch-size {batch:g}: {prompts} x {samples} / {batch:g}"
         put_updates(draft, prompts * samples / batch, source)
-    put_steps(draft, flags, "num_rollout", "num_epoch", 1)
+    put_steps(flags, "num_rollout", "num_epoch", 1)
     sampled = flags.number("over_sampling_batch_size")
     if sampled is not None and sampled > prompts:
         put("rollout.over_sampling", whole(sampled / prompts), "--over-sampling-batch-size / --rollout-batch-size")
@@ -249,7 +260,7 @@ def _batches(flags: Names, draft: Draft) -> None:
 
 def _trainer(flags: Names, draft: Draft) -> None:
     put = draft.put
-    context = put_count(draft, flags, "trainer.context", "context_parallel_size", 1)
+    context = put_count(flags, "trainer.context", "context_parallel_size", 1)
     tokens = flags.number("max_tokens_per_gpu")
     sequences = flags.count("micro_batch_size", 1)
     if tokens is None:
@@ -257,25 +268,25 @@ def _trainer(flags: Names, draft: Draft) -> None:
         put_tokens(draft, sequences * length, "--micro-batch-size x --seq-length, or the longest rollout")
     else:
         put_tokens(draft, tokens * context, "--max-tokens-per-gpu x --context-parallel-size")
-    stages = put_count(draft, flags, "trainer.pipeline", "pipeline_model_parallel_size", 1)
+    stages = put_count(flags, "trainer.pipeline", "pipeline_model_parallel_size", 1)
     layers = flags.number("num_layers")
-    first, last = (flags.number(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    first, last = (flags.number("decoder_" + end + "_pipeline_num_layers") for end in ("first", "last"))
     put_stages(draft, layers, first, last, stages, "--decoder-first/last-pipeline-num-layers")
     chunk = flags.number("num_layers_per_virtual_pipeline_stage")
     if chunk is not None and layers is not None:
         put("trainer.virtual_pipeline", int(layers / stages / chunk), "--num-layers-per-virtual-pipeline-stage")
-    if put_count(draft, flags, "trainer.expert", "expert_model_parallel_size", 1) == 1:
-        note_unneeded(draft, flags, "it needs trainer.expert above 1", "expert_tensor_parallel_size")
+    if put_count(flags, "trainer.expert", "expert_model_parallel_size", 1) == 1:
+        note_unneeded(flags, "it needs trainer.expert above 1", "expert_tensor_parallel_size")
     modules = flags.listed("recompute_modules")
     if modules:
         put("trainer.recompute.modules", modules, "--recompute-modules")
-    put_balance(draft, flags, "", "aux_loss")
-    put_lora(draft, flags, "lora_rank", "lora_alpha", (0, 16))
+    put_balance(flags, "", "aux_loss")
+    put_lora(flags, "lora_rank", "lora_alpha", (0, 16))
     if flags.has("enable_mtp_training"):
         scale = flags.number("mtp_loss_scaling_factor")
         put_mtp(draft, flags.count("mtp_num_layers", 1), scale, "--enable-mtp-training")
     else:
-        note_unneeded(draft, flags, "it needs --enable-mtp-training", "mtp_loss_scaling_factor")
+        note_unneeded(flags, "it needs --enable-mtp-training", "mtp_loss_scaling_factor")
     if flags.has("deterministic_mode"):
         put("trainer.megatron.deterministic_mode", True, "--deterministic-mode")
     if flags.has("fp8_format") or flags.has("fp8_recipe"):
@@ -290,9 +301,9 @@ def _trainer(flags: Names, draft: Draft) -> None:
 
 def _optimizer(flags: Names, draft: Draft) -> None:
     put = draft.put
-    put_number(draft, flags, "trainer.optimizer.lr", "lr", 1e-6)
+    put_number(flags, "trainer.optimizer.lr", "lr", 1e-6)
     put("trainer.optimizer.decay", "linear", "--lr-decay-style")
-    put_number(draft, flags, "trainer.optimizer.weight_decay", "weight_decay", 0.01)
+    put_number(flags, "trainer.optimizer.weight_decay", "weight_decay", 0.01)
     betas = [flags.number_or(0.9, "adam_beta1"), flags.number_or(0.999, "adam_beta2")]
     put("trainer.optimizer.betas", betas, "--adam-beta1, --adam-beta2")
     warmup = flags.number("lr_warmup_fraction")

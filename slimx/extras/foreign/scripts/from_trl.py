@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,17 +26,17 @@ from slimx.extras.foreign.scripts.shared import (
     put_updates,
     put_warmup,
 )
+from slimx.extras.foreign.scripts.shell.files import text_of
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.trl import TRL
 
 _ALGORITHMS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "bradley_terry"}
 """Algorithms of slimx by TRL's command, which is also the start of the names of its classes and example scripts."""
-_OTHERS = ("bco", "cpo", "distillation", "gkd", "gold", "kto", "nash_md", "online_dpo", "orpo", "ppo", "prm", "xpo")
+_OTHERS = "bco|cpo|distillation|gkd|gold|kto|nash_md|online_dpo|orpo|ppo|prm|xpo"
 """Starts of the names of TRL's example scripts for trainers that slimx does not have."""
 _RATES = {"sft": 2e-5, "reward": 1e-4}
 """Default learning rates by command, where they are not 1e-6."""
-_DEFAULT = "TRL's default"
 
 
 def is_program(word: str) -> bool:
@@ -52,7 +53,7 @@ def launch_values(launch: Launch, files: Mapping[str, str]) -> dict[str, list[st
     if launch.program == "trl" and arguments:
         values["trainer"] = [arguments.pop(0)]
     elif Path(launch.program).is_file():
-        values |= arguments_in(Path(launch.program), Path(launch.program).read_text())
+        values |= arguments_in(Path(launch.program), text_of(Path(launch.program)))
     before = flags_of(launch.before)
     flags = flags_of(arguments)
     missing: dict[str, list[str]] = {"config": [], "config_file": []}
@@ -65,10 +66,9 @@ def launch_values(launch: Launch, files: Mapping[str, str]) -> dict[str, list[st
     for name in ("num_processes", "num_machines", "nproc_per_node", "nnodes"):
         if name in before:
             values[name] = before[name]
-    stem = Path(launch.program).stem
-    for name in (*_ALGORITHMS, *_OTHERS):
-        if f"{stem}_".startswith(f"{name}_"):
-            values.setdefault("trainer", [name])
+    trainer = re.match(f"({'|'.join(_ALGORITHMS)}|{_OTHERS})[_.]", Path(launch.program).name)
+    if trainer:
+        values.setdefault("trainer", [trainer[1]])
     return values | flags | missing
 
 
@@ -83,7 +83,7 @@ def yaml_values(file: Path, text: str | None = None) -> dict[str, list[str]]:
 
 def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
     """Adds what `values`, words by name, mean to `draft`. Raises SlimxError for a value that is no number."""
-    names = Names(draft.origin.partition(" ")[0], values, lambda name: f"--{name}")
+    names = Names(draft, values, lambda name: "--" + name)
     trainer = _trainer(names)
     if names.text("trainer") is None:
         draft.supply.setdefault("algorithm.name", "the script does not name a trainer of TRL; grpo is assumed")
@@ -106,7 +106,7 @@ def read_trl(values: dict[str, list[str]], draft: Draft) -> None:
         _learned_from_data(names, draft, name)
     if sampled:
         _reward(names, draft)
-    translate_rest(draft, names, (TRL,))
+    translate_rest(names, (TRL,))
     put_transport(draft)
 
 
@@ -126,7 +126,7 @@ def _trainer(names: Names) -> str:
 
 
 def _model(names: Names, draft: Draft) -> None:
-    put_model(draft, names, "model_name_or_path")
+    put_model(names, "model_name_or_path")
     seed = names.number("data_seed", "seed")
     if seed is not None:
         draft.put("run.seed", int(seed), "--data_seed, or --seed")
@@ -161,21 +161,20 @@ def _prompts(names: Names, draft: Draft) -> None:
 
 def _placement(names: Names, draft: Draft, *, sampled: bool) -> int:
     """Sets ranks and engines, and returns the number of processes, each of which trains on a GPU."""
-    processes = names.count("num_processes", names.count("nproc_per_node", 1) * names.count("nnodes", 1))
+    per_node = names.count("nproc_per_node", NODE if "nproc_per_node" in names.values else 1)
+    processes = names.count("num_processes", per_node * names.count("nnodes", 1))
     if not names.values.keys() & {"num_processes", "nproc_per_node"}:
         draft.supply["trainer.world_size"] = "the number of GPUs, which the script does not name; 1 is assumed"
     names.words("num_machines")
     mode = names.text("vllm_mode") or "colocate"
     tensor = names.count("vllm_tensor_parallel_size", 1)
     apart = mode == "server" and sampled
-    source = "--num_processes, or --nproc_per_node x --nnodes"
-    put_ranks(draft, processes, tensor if apart else 0, NODE, source)
+    put_ranks(draft, processes, tensor if apart else 0, NODE, "--num_processes, or --nproc_per_node x --nnodes")
     if not sampled:
         return processes
     names.words("use_vllm")
     put_engines(draft, tensor if apart else processes, tensor, NODE, "--num_processes / --vllm_tensor_parallel_size", 1)
-    share = "rollout.engines.0.sglang.mem_fraction_static"
-    put_number(draft, names, share, "vllm_gpu_memory_utilization", 0.3)
+    put_number(names, "rollout.engines.0.sglang.mem_fraction_static", "vllm_gpu_memory_utilization", 0.3)
     if not apart:
         draft.put("schedule.colocate", True, "--vllm_mode colocate")
     return processes
@@ -209,13 +208,13 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
         draft.left[f"--num_iterations {passes}"] = "every rollout is trained on once"
     updates *= passes
     if sampled:
-        put_count(draft, names, "rollout.sampling.max_new_tokens", "max_completion_length", 512)
+        put_count(names, "rollout.sampling.max_new_tokens", "max_completion_length", 512)
     put_tokens(draft, size * longest_rollout(draft), "--per_device_train_batch_size x the longest rollout")
-    put_steps(draft, names, "max_steps", "num_train_epochs", 3, updates)
+    put_steps(names, "max_steps", "num_train_epochs", 3, updates)
     for name in ("save_steps", "eval_steps"):
         every = names.number(name)
         if [*names.values.get(name.replace("steps", "strategy"), ()), "steps"][0] != "steps":
-            note_unneeded(draft, names, "with this strategy it has no effect", name)
+            note_unneeded(names, "with this strategy it has no effect", name)
         elif every:
             every *= draft.count("schedule.steps") if every < 1 else 1 / updates
             source = f"--{name} / {updates:g} updates of TRL per step"
@@ -232,19 +231,19 @@ def _batches(names: Names, draft: Draft, trainer: str, processes: int, *, sample
 
 
 def _optimizer(names: Names, draft: Draft, trainer: str) -> None:
-    put_number(draft, names, "trainer.optimizer.lr", "learning_rate", _RATES.get(trainer, 1e-6))
+    put_number(names, "trainer.optimizer.lr", "learning_rate", _RATES.get(trainer, 1e-6))
     betas = [names.number_or(0.9, "adam_beta1"), names.number_or(0.999, "adam_beta2")]
     draft.put("trainer.optimizer.betas", betas, "--adam_beta1, --adam_beta2")
     draft.put("trainer.optimizer.decay", "linear", "--lr_scheduler_type")
-    note_unneeded(draft, names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
+    note_unneeded(names, "numerics.dtype is bfloat16 by default", "bf16", "fp16")
     names.text("peft_config")
     for tracker in names.listed("report_to"):
         if tracker in ("wandb", "tensorboard", "swanlab"):
-            draft.put(f"track.{tracker}", True, "--report_to")
+            draft.put("track." + tracker, True, "--report_to")
         elif tracker not in ("", "none"):
-            draft.left[f"--report_to {tracker}"] = "track has wandb, tensorboard, swanlab and the URI of mlflow"
+            draft.left["--report_to " + tracker] = "track has wandb, tensorboard, swanlab and the URI of mlflow"
     if names.has("use_peft"):
-        put_lora(draft, names, "lora_r", "lora_alpha", (16, 32))
+        put_lora(names, "lora_r", "lora_alpha", (16, 32))
         modules = names.words("lora_target_modules")
         if modules:
             draft.left["--lora_target_modules"] = (
@@ -268,19 +267,19 @@ def _objective(names: Names, draft: Draft) -> None:
             draft.supply["algorithm.loss.high"] = (
                 f"TRL would clip the ratio at {low if high is None else high:g}, below 1; the preset's bound is set"
             )
-        note_unneeded(draft, names, "the loss cispo has no lower bound", "epsilon")
+        note_unneeded(names, "the loss cispo has no lower bound", "epsilon")
     elif kind == "sapo":
         put("algorithm.name", kind, "--loss_type")
-        note_unneeded(draft, names, "the loss sapo has no such bound", "epsilon", "epsilon_high")
+        note_unneeded(names, "the loss sapo has no such bound", "epsilon", "epsilon_high")
     else:
         if level == "sequence":
             put("algorithm.name", "gspo", "--importance_sampling_level sequence")
         put("algorithm.loss.low", low, "--epsilon")
         put("algorithm.loss.high", low if high is None else high, "--epsilon_high, or --epsilon")
     units = {"grpo": "sample", "sapo": "sample", "dr_grpo": "constant"}
-    put("algorithm.aggregation", units.get(kind, "token"), f"--loss_type {kind}")
+    put("algorithm.aggregation", units.get(kind, "token"), "--loss_type " + kind)
     if kind not in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo"):
-        draft.left[f"--loss_type {kind}"] = "write this loss as a hook (algorithm.loss)"
+        draft.left["--loss_type " + kind] = "write this loss as a hook (algorithm.loss)"
     beta = names.number("beta")
     if beta:
         put("algorithm.reference", True, "--beta")
@@ -297,20 +296,20 @@ def _objective(names: Names, draft: Draft) -> None:
         draft.left["--scale_rewards batch"] = (
             "no advantages are divided by the standard deviation of all rewards of a step; they are not divided at all"
         )
-    put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
+    put("algorithm.old_logprobs", "recompute", "TRL's default: the trainer's")
     correction = "vllm_importance_sampling_correction"
     mode = names.text("vllm_importance_sampling_mode") or "sequence_mask"
-    bounds = [f"vllm_importance_sampling_{name}" for name in ("clip_max", "cap", "clip_min")]
+    bounds = ["vllm_importance_sampling_" + name for name in ("clip_max", "cap", "clip_min")]
     if names.has("use_vllm") and (names.words(correction) is None or names.has(correction)):
         kind = "icepop" if mode.endswith("mask") else "truncate"
-        put("algorithm.correction.kind", kind, f"vLLM's correction: {mode}")
-        put("algorithm.correction.level", mode.partition("_")[0], f"vLLM's correction: {mode}")
+        put("algorithm.correction.kind", kind, "vLLM's correction: " + mode)
+        put("algorithm.correction.level", mode.partition("_")[0], "vLLM's correction: " + mode)
         put("algorithm.correction.high", whole(names.number_or(3.0, *bounds[:2])), f"--{bounds[0]}, --{bounds[1]}")
         least = names.number(bounds[2])
         if least is not None:
-            put("algorithm.correction.low", whole(least), f"--{bounds[2]}")
+            put("algorithm.correction.low", whole(least), "--" + bounds[2])
     else:
-        note_unneeded(draft, names, "it corrects samples of vLLM", *bounds, "vllm_importance_sampling_mode")
+        note_unneeded(names, "it corrects samples of vLLM", *bounds, "vllm_importance_sampling_mode")
 
 
 def _rloo(names: Names, draft: Draft) -> None:
@@ -321,10 +320,10 @@ def _rloo(names: Names, draft: Draft) -> None:
     put("algorithm.loss.high", names.number_or(low, "epsilon_high"), "--epsilon_high, or --epsilon")
     draft.left["the ratio per sequence of RLOO"] = "the loss clips the ratio of every token"
     put("algorithm.aggregation", "constant", "TRL adds up the log-probs of a sequence")
-    put("algorithm.old_logprobs", "recompute", f"{_DEFAULT}: the trainer's")
+    put("algorithm.old_logprobs", "recompute", "TRL's default: the trainer's")
     beta = names.number_or(0.05, "beta")
     if beta:
-        draft.left[f"--beta {beta:g} ({_DEFAULT}: 0.05)"] = (
+        draft.left[f"--beta {beta:g} (TRL's default: 0.05)"] = (
             "TRL subtracts the KL from the rewards of rloo; algorithm.kl_coef is a term of the loss"
         )
 
@@ -340,9 +339,9 @@ def _reward(names: Names, draft: Draft) -> None:
     for index, function in enumerate(functions):
         module, _, name = function.rpartition(".")
         if "/" in function:
-            draft.supply["reward"] = f"{function} is a reward model; a hook asks a frozen group of rollout.engines"
+            draft.supply["reward"] = function + " is a reward model; a hook asks a frozen group of rollout.engines"
         elif not module:
-            draft.supply["reward"] = f"{function} is a function of TRL, which must be installed"
+            draft.supply["reward"] = function + " is a function of TRL, which must be installed"
         elif module == Path(names.script).stem:
             draft.supply["reward"] = f"move {name} out of {names.script} into a file that trains nothing"
         path = f"trl:{module or 'trl.rewards'}.{name}"
@@ -358,7 +357,7 @@ def _reward(names: Names, draft: Draft) -> None:
 def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
     """Sets what training on demonstrations or preferences has instead of rollouts."""
     put = draft.put
-    longest = put_count(draft, names, "rollout.max_prompt_tokens", "max_length", 1024)
+    longest = put_count(names, "rollout.max_prompt_tokens", "max_length", 1024)
     put_tokens(draft, longest * names.count("per_device_train_batch_size", 8), "--per_device_train_batch_size")
     put_answers(draft, "demonstrations" if name == "sft" else "preferences", "the data set has the answers")
     if name != "sft":
@@ -369,4 +368,4 @@ def _learned_from_data(names: Names, draft: Draft, name: str) -> None:
         put("rollout.fields.answer", "completion", "TRL's column")
     if name == "dpo":
         put("algorithm.reference", True, "DPO compares with the initial weights")
-        put_number(draft, names, "algorithm.advantages.beta", "beta", 0.1)
+        put_number(names, "algorithm.advantages.beta", "beta", 0.1)

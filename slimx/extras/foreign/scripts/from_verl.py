@@ -27,7 +27,7 @@ from slimx.extras.foreign.scripts.shared import (
     put_transport,
     put_updates,
 )
-from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
+from slimx.extras.foreign.scripts.shell.expansion import computed
 from slimx.extras.foreign.scripts.shell.options import Launch, flags_of, keys_of
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number, translate_rest
 from slimx.extras.foreign.scripts.verl_algorithm import (
@@ -42,9 +42,6 @@ from slimx.extras.foreign.scripts.verl_algorithm import (
 )
 from slimx.extras.foreign.verl import SHORT, VERL
 
-MODEL = "actor_rollout_ref.model"
-MEGATRON = "actor_rollout_ref.actor.megatron"
-CHANGED = "actor_rollout_ref.actor.megatron.override_transformer_config"
 _SFT = {
     "model.": "actor_rollout_ref.model.",
     "optim.": "actor_rollout_ref.actor.optim.",
@@ -95,16 +92,22 @@ def read_verl(launch: Launch, draft: Draft) -> None:
     overrides, others = keys_of(launch.arguments)
     for key, value in [*_stored(others, draft).items(), *overrides.items()]:
         tree = hydra_value(value)
-        for inner, part in _flat(tree, f"{key}.") if isinstance(tree, dict) else [(key, value)]:
+        for inner, part in _flat(tree, key + ".") if isinstance(tree, dict) else [(key, value)]:
             values[_plain(inner, sft=sft)] = part.strip("'\"") if part[:1] in ("'", '"') else part
     known = values if sft else _DEFAULTS | values
     words = {key: [_interpolated(value, known, sft=sft)] for key, value in values.items()}
-    keys = Names(draft.origin.partition(" ")[0], words, lambda name: name)
+    keys = Names(draft, words, lambda name: name)
     _model(keys, draft, sft=sft)
     _prompts(keys, draft, sft=sft)
     if sft:
-        without = ("data.val_files", "trainer.test_freq", "trainer.nnodes", "trainer.n_gpus_per_node")
-        note_unneeded(draft, keys, "torchrun starts the ranks, and sft evaluates nothing without engines", *without)
+        note_unneeded(
+            keys,
+            "torchrun starts the ranks, and sft evaluates nothing without engines",
+            "data.val_files",
+            "trainer.test_freq",
+            "trainer.nnodes",
+            "trainer.n_gpus_per_node",
+        )
         _sft_ranks(keys, draft, launch)
     else:
         _ranks(keys, draft)
@@ -119,7 +122,7 @@ def read_verl(launch: Launch, draft: Draft) -> None:
         put_reward(keys, draft)
         put_evaluation(keys, draft)
         put_distillation(keys, draft)
-    translate_rest(draft, keys, (VERL,))
+    translate_rest(keys, (VERL,))
     if draft.get("rollout.filter") is not None:
         draft.supply["rollout.filter"] = "examples/varied.py of slimx's repository, next to this file"
     put_family(draft, "")
@@ -138,9 +141,9 @@ def _stored(words: Sequence[str], draft: Draft) -> dict[str, str]:
     folder = readable((flags.get("config_path") or ["."])[0])
     if not name or _DEFAULT_FILE.fullmatch(name):
         return {}
-    file = Path(folder, name if name.endswith(".yaml") else f"{name}.yaml")
+    file = Path(folder, name if name.endswith(".yaml") else name + ".yaml")
     if not file.is_file():
-        draft.supply[f"--config-name {name}"] = f"its settings; there is no file {file} here to be read"
+        draft.supply["--config-name " + name] = f"its settings; there is no file {file} here to be read"
         return {}
     return dict(_flat(yaml_in(file), ""))
 
@@ -148,9 +151,9 @@ def _stored(words: Sequence[str], draft: Draft) -> dict[str, str]:
 def _flat(tree: Mapping[str, object], above: str) -> Iterator[tuple[str, str]]:
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{above}{name}.")
+            yield from _flat(value, above + name + ".")
         elif f"{above}{name}" != "defaults":
-            yield f"{above}{name}", value if isinstance(value, str) else on_one_line(value)
+            yield above + name, value if isinstance(value, str) else on_one_line(value)
 
 
 def _interpolated(value: str, values: Mapping[str, str], *, sft: bool) -> str:
@@ -160,7 +163,7 @@ def _interpolated(value: str, values: Mapping[str, str], *, sft: bool) -> str:
     def found(match: re.Match[str]) -> str:
         name = _plain(match[1], sft=sft)
         if name not in values:
-            return f"{COMPUTED}{match[0]}{END}"
+            return computed(match[0])
         others = dict(values)
         return _interpolated(others.pop(name), others, sft=sft)
 
@@ -176,13 +179,13 @@ def _plain(key: str, *, sft: bool) -> str:
     for section in ("actor_rollout_ref.actor.engine.", "actor_rollout_ref.actor.megatron."):
         rest = key.removeprefix(section)
         if rest != key:
-            return f"actor_rollout_ref.actor.megatron.{SHORT.get(rest, rest)}"
+            return "actor_rollout_ref.actor.megatron." + SHORT.get(rest, rest)
     return key
 
 
 def _model(keys: Names, draft: Draft, *, sft: bool) -> None:
     put = draft.put
-    put_model(draft, keys, "actor_rollout_ref.model.path")
+    put_model(keys, "actor_rollout_ref.model.path")
     project = keys.text("trainer.project_name") or ("gsm8k-sft" if sft else "verl_examples")
     name = keys.text("trainer.experiment_name") or ("test" if sft else "gsm8k")
     folder = keys.text("trainer.default_local_dir")
@@ -193,7 +196,7 @@ def _model(keys: Names, draft: Draft, *, sft: bool) -> None:
     if logger is not None:
         for tracker in ("wandb", "swanlab", "tensorboard"):
             if tracker in logger:
-                put(f"track.{tracker}", True, "trainer.logger")
+                put("track." + tracker, True, "trainer.logger")
         if "mlflow" in logger:
             draft.left["trainer.logger: mlflow"] = "set track.mlflow to the URI of its server"
 
@@ -207,14 +210,14 @@ def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
         for index, (name, path) in enumerate(names_of(files).items()):
             put(f"rollout.sources.{index}.path", path, "data.train_files")
             put(f"rollout.sources.{index}.name", name, "the name of its folder")
-    put_count(draft, keys, "rollout.prompts_per_step", "data.train_batch_size", 256 if sft else 1024)
+    put_count(keys, "rollout.prompts_per_step", "data.train_batch_size", 256 if sft else 1024)
     if sft:
         column = keys.text("data.messages_key") or "messages"
         put("rollout.fields.prompt", column, "data.messages_key")
         draft.supply["rollout.fields.prompt"] = (
             "verl's column has whole conversations, whose last turn slimx reads from the column `answer`"
         )
-        put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_length", 1024)
+        put_count(keys, "rollout.max_prompt_tokens", "data.max_length", 1024)
         return
     put("rollout.fields.prompt", keys.text("data.prompt_key") or "prompt", "data.prompt_key")
     put("rollout.fields.answer", "reward_model.ground_truth", "verl's format")
@@ -224,9 +227,9 @@ def _prompts(keys: Names, draft: Draft, *, sft: bool) -> None:
     if images is not None:
         put("rollout.fields.images", images, "data.image_key")
         put("trainer.vision", {"train": "none"}, "data.image_key")
-    put_count(draft, keys, "rollout.max_prompt_tokens", "data.max_prompt_length", 512)
-    put_count(draft, keys, "rollout.sampling.max_new_tokens", "data.max_response_length", 512)
-    put_count(draft, keys, "rollout.group_size", "actor_rollout_ref.rollout.n", 1)
+    put_count(keys, "rollout.max_prompt_tokens", "data.max_prompt_length", 512)
+    put_count(keys, "rollout.sampling.max_new_tokens", "data.max_response_length", 512)
+    put_count(keys, "rollout.group_size", "actor_rollout_ref.rollout.n", 1)
 
 
 def _ranks(keys: Names, draft: Draft) -> None:
@@ -247,16 +250,23 @@ def _ranks(keys: Names, draft: Draft) -> None:
     copies = keys.count("actor_rollout_ref.rollout.data_parallel_size", 1)
     stages = keys.count("actor_rollout_ref.rollout.pipeline_model_parallel_size", 1)
     experts = keys.count("actor_rollout_ref.rollout.expert_parallel_size", 1)
-    source = "all GPUs / actor_rollout_ref.rollout.tensor_model_parallel_size"
     size = tensor * stages
     if copies > 1 and experts > 1:
         size *= copies
         draft.put("rollout.engines.0.dp_attention", copies, "actor_rollout_ref.rollout.data_parallel_size")
-    put_engines(draft, engine_gpus or trainers, size, max(per_node, NODE), source, stages)
+    put_engines(
+        draft,
+        engine_gpus or trainers,
+        size,
+        max(per_node, NODE),
+        "all GPUs / actor_rollout_ref.rollout.tensor_model_parallel_size",
+        stages,
+    )
     if experts > 1:
         draft.put("rollout.engines.0.expert", min(experts, size), "actor_rollout_ref.rollout.expert_parallel_size")
-    share = "rollout.engines.0.sglang.mem_fraction_static"
-    put_number(draft, keys, share, "actor_rollout_ref.rollout.gpu_memory_utilization", 0.5)
+    put_number(
+        keys, "rollout.engines.0.sglang.mem_fraction_static", "actor_rollout_ref.rollout.gpu_memory_utilization", 0.5
+    )
     if not engine_gpus:
         draft.put("schedule.colocate", True, "trainers and engines share the GPUs (hybrid_engine)")
 
@@ -287,25 +297,25 @@ def _batches(keys: Names, draft: Draft) -> None:
     samples = keys.number("rollout.total_rollout_steps")
     if samples is not None:
         put("schedule.steps", max(1, int(samples / prompts)), f"rollout.total_rollout_steps {samples:g} / {prompts}")
-        note_unneeded(draft, keys, "schedule.steps ends the run", "trainer.total_epochs")
+        note_unneeded(keys, "schedule.steps ends the run", "trainer.total_epochs")
     else:
-        put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 30)
+        put_steps(keys, "trainer.total_training_steps", "trainer.total_epochs", 30)
 
 
 def _sft_ranks(keys: Names, draft: Draft, launch: Launch) -> None:
     """Sets ranks and steps of sft_trainer, whose ranks torchrun starts."""
-    torchrun = Names(keys.script, flags_of(launch.before), lambda name: f"--{name}")
-    per_node = torchrun.count("nproc_per_node", 1)
+    torchrun = Names(draft, flags_of(launch.before), lambda name: "--" + name)
+    per_node = torchrun.count("nproc_per_node", NODE if "nproc_per_node" in torchrun.values else 1)
     put_ranks(draft, torchrun.count("nnodes", 1) * per_node, 0, per_node, "torchrun's nnodes x nproc_per_node")
     keys.outputs |= torchrun.outputs
-    put_steps(draft, keys, "trainer.total_training_steps", "trainer.total_epochs", 4)
+    put_steps(keys, "trainer.total_training_steps", "trainer.total_epochs", 4)
 
 
 def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     context = "actor_rollout_ref.actor.megatron.context_parallel_size"
     if keys.text(context) is None and keys.text("actor_rollout_ref.actor.ulysses_sequence_parallel_size") is not None:
         context = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-    copies = put_count(draft, keys, "trainer.context", context, 1)
+    copies = put_count(keys, "trainer.context", context, 1)
     dynamic = keys.has("data.use_dynamic_bsz" if sft else "actor_rollout_ref.actor.use_dynamic_bsz")
     tokens = "data.max_token_len_per_gpu" if sft else "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     size = "data.micro_batch_size_per_gpu" if sft else "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
@@ -315,10 +325,8 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
     if dynamic or sequences is None:
         put_tokens(draft, limit * copies, f"{tokens} x {context.rpartition('.')[2]}")
     else:
-        put_tokens(draft, sequences * longest_rollout(draft), f"{size} x the longest rollout")
-    stages = put_count(
-        draft, keys, "trainer.pipeline", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", 1
-    )
+        put_tokens(draft, sequences * longest_rollout(draft), size + " x the longest rollout")
+    stages = put_count(keys, "trainer.pipeline", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", 1)
     chunks = keys.number("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size")
     if chunks is not None and stages > 1:
         draft.put(
@@ -327,22 +335,21 @@ def _trainer(keys: Names, draft: Draft, *, sft: bool) -> None:
             "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
         )
     _stages(keys, draft, stages)
-    if put_count(draft, keys, "trainer.expert", "actor_rollout_ref.actor.megatron.expert_model_parallel_size", 1) == 1:
+    if put_count(keys, "trainer.expert", "actor_rollout_ref.actor.megatron.expert_model_parallel_size", 1) == 1:
         note_unneeded(
-            draft,
             keys,
             "it needs trainer.expert above 1",
             "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size",
         )
-    modules = keys.text(f"{CHANGED}.recompute_modules")
+    modules = keys.text("actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules")
     if modules is not None:
         draft.put("trainer.recompute.modules", files_in(modules), "recompute_modules")
-    put_balance(draft, keys, "actor_rollout_ref.actor.megatron.override_transformer_config.", "none")
+    put_balance(keys, "actor_rollout_ref.actor.megatron.override_transformer_config.", "none")
     if keys.has("actor_rollout_ref.model.mtp.enable") and keys.has("actor_rollout_ref.model.mtp.enable_train"):
         scale = keys.number("actor_rollout_ref.model.mtp.mtp_loss_scaling_factor")
         put_mtp(draft, 1, scale, "actor_rollout_ref.model.mtp.enable_train")
-    for form, alpha in (("lora.", 32), ("lora_", 16)):
-        put_lora(draft, keys, f"{MODEL}.{form}rank", f"{MODEL}.{form}alpha", (0, alpha))
+    put_lora(keys, "actor_rollout_ref.model.lora.rank", "actor_rollout_ref.model.lora.alpha", (0, 32))
+    put_lora(keys, "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora_alpha", (0, 16))
 
 
 def _stages(keys: Names, draft: Draft, stages: int) -> None:
@@ -350,12 +357,14 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
     layers = layers_of(str(draft.get("model.path")))
     ends = []
     parts = [
-        keys.has(f"actor_rollout_ref.actor.megatron.override_transformer_config.account_for_{part}_in_pipeline_split")
+        keys.has(
+            "actor_rollout_ref.actor.megatron.override_transformer_config.account_for_" + part + "_in_pipeline_split"
+        )
         for part in ("embedding", "loss")
     ]
     for name, counts in zip(("first", "last"), parts, strict=True):
         number = keys.number(
-            f"actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_{name}_pipeline_stage"
+            "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_" + name + "_pipeline_stage"
         )
         if number is None and counts and layers is not None:  # the embedding or the loss takes the place of a layer
             number = (layers + sum(parts)) // stages - 1
@@ -368,7 +377,7 @@ def _stages(keys: Names, draft: Draft, stages: int) -> None:
 def _optimizer(keys: Names, draft: Draft, *, sft: bool) -> None:
     optim = "actor_rollout_ref.actor.optim"
     put_optimizer(keys, draft, "trainer", optim, 1e-3 if sft else 1e-6)
-    other = f"{optim}.override_optimizer_config"
-    if keys.has(f"{other}.optimizer_cpu_offload"):
-        fraction = keys.number_or(1.0, f"{other}.optimizer_offload_fraction", f"{other}.offload_fraction")
+    other = optim + ".override_optimizer_config"
+    if keys.has(other + ".optimizer_cpu_offload"):
+        fraction = keys.number_or(1.0, other + ".optimizer_offload_fraction", other + ".offload_fraction")
         draft.put("trainer.optimizer.offload_fraction", fraction, "optimizer_offload_fraction")

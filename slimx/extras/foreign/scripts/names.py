@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +15,18 @@ from slimx.config.suggestions import OFF
 from slimx.data.prompts.rows import read_rows
 from slimx.errors import SlimxError
 from slimx.extras.foreign.commented_yaml import on_one_line
+from slimx.extras.foreign.scripts.draft import Draft
 from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, UNSET, unknown_in, without_outputs
 from slimx.extras.foreign.scripts.shell.expansion import shown as readable
+from slimx.extras.foreign.scripts.shell.files import text_of
 
 
 @dataclass(slots=True)
 class Names:
     """Names of a script with their values."""
 
-    script: str
+    draft: Draft
+    """Configuration that the names mean."""
     values: Mapping[str, Sequence[str]]
     """Words by name; a flag without a value has none."""
     shown: Callable[[str], str]
@@ -32,6 +36,11 @@ class Names:
     outputs: dict[str, tuple[str, bool]] = field(default_factory=dict)
     """Computed part of a value, such as a command's output, by name; True if it is the whole value, or the start of a
     path."""
+
+    @property
+    def script(self) -> str:
+        """Returns the name of the script."""
+        return self.draft.origin.partition(" ")[0]
 
     def has(self, name: str) -> bool:
         """Returns True if the script sets `name`, as a flag without a value or to anything but false, no, null, 0
@@ -55,8 +64,8 @@ class Names:
         return found
 
     def number(self, *names: str) -> float | None:
-        """Returns the number that the first of `names` is set to; None if the script sets none, or computes it. Raises
-        SlimxError if it is not a number."""
+        """Returns the number that the first of `names` is set to; None if the script sets none, computes it, or
+        leaves it to the program's start. Raises SlimxError if it is not a number."""
         self.read.update(names)
         for name in names:
             text = self.text(name)
@@ -65,11 +74,14 @@ class Names:
             elif text is not None:
                 with contextlib.suppress(ValueError):
                     return float(text)
-                raise SlimxError(
-                    f"{self.script}: {self.shown(name)} is {readable(text)!r}, which is not a number; correct it there",
-                    code="foreign.number",
-                    about=self.shown(name),
-                )
+                if not re.fullmatch(r"auto|gpu|cpu|\d+:\d+", text):  # as torchrun counts GPUs and nodes
+                    raise SlimxError(
+                        f"{self.script}: {self.shown(name)} is {readable(text)!r}, which is not a number; correct it "
+                        "there",
+                        code="foreign.number",
+                        about=self.shown(name),
+                    )
+                self.outputs[name] = text, True
         return None
 
     def number_or(self, default: float, *names: str) -> float:
@@ -87,7 +99,7 @@ class Names:
         missing = unknown_in(text)
         if UNSET in text:
             raise SlimxError(
-                f"{self.script}: {self.shown(name)} uses the variable {missing[0]}, which the script does not set; "
+                f"{self.script}: {self.shown(name)} uses ${missing[0]}, which has no value in the script; "
                 f"add {missing[0]}=VALUE to the command",
                 code="foreign.variable",
                 about=missing[0],
@@ -125,7 +137,7 @@ def yaml_in(file: Path, text: str | None = None) -> dict[str, Any]:
     """Returns the mapping in the YAML file `file`. `text`: what it contains, if it is not here. Raises SlimxError if it
     is not YAML, or no mapping."""
     try:
-        content = yaml.safe_load(file.read_text(errors="replace") if text is None else text)
+        content = yaml.safe_load(text_of(file) if text is None else text)
     except yaml.YAMLError as error:
         problem = str(error).partition("\n")[0]
         raise SlimxError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slimx.errors import SlimxError
 from slimx.extras.foreign.scripts.names import word_of
-from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END
+from slimx.extras.foreign.scripts.shell.expansion import computed
 
 _OTHERS = ("ModelConfig", "DatasetMixtureConfig")
 """TRL's classes of settings that are not those of a trainer."""
@@ -60,7 +60,7 @@ def arguments_in(file: Path, text: str) -> dict[str, list[str]]:
         elif name == "load_dataset":
             loaded = _literals(_arguments(call, constants, "path", "name"), constants)
             for ours, theirs in (("name", "path"), ("config", "name"), ("train_split", "split")):
-                found.setdefault(f"dataset_{ours}", loaded.get(theirs, [])[:1])
+                found.setdefault("dataset_" + ours, loaded.get(theirs, [])[:1])
     for node in ast.walk(tree):  # what is set after the settings were made
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -88,7 +88,7 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 def _name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
+        return _name(node.value) + "." + node.attr
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -130,7 +130,7 @@ def _of_trainer(
         found["reward_funcs"] = []
         for entry in entries:
             name = _name(entry)
-            found["reward_funcs"] += [f"{imported.get(name, module)}.{name}"] if name else _words(entry, constants)
+            found["reward_funcs"] += [imported.get(name, module) + "." + name] if name else _words(entry, constants)
     return found
 
 
@@ -140,5 +140,5 @@ def _words(node: ast.expr, constants: dict[str, ast.expr]) -> list[str]:
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError):
-        return [f"{COMPUTED}{ast.unparse(node)}{END}"]
+        return [computed(ast.unparse(node))]
     return [*map(word_of, value if isinstance(value, list | tuple) else [value])] or [""]

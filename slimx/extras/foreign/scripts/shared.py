@@ -22,12 +22,12 @@ PROMPT_TOKENS = 2048
 """Maximum length of a prompt in tokens where the other framework has no limit."""
 
 
-def put_model(draft: Draft, names: Names, name: str) -> str:
+def put_model(names: Names, name: str) -> str:
     """Sets the model to the path that the script sets `name` to, and returns it."""
     path = (names.text(name) or "MODEL").rstrip("/")
-    draft.put("model.path", path, names.shown(name))
+    names.draft.put("model.path", path, names.shown(name))
     if re.fullmatch(r"MODEL|[\w.-]+/[\w.-]+", path) and not Path(path).exists():
-        draft.supply["model.path"] = f"the directory to which you download {path}"
+        names.draft.supply["model.path"] = f"the directory to which you download {path}"
     return path
 
 
@@ -76,9 +76,10 @@ def put_updates(draft: Draft, updates: float, source: str) -> None:
         draft.left[source] = f"a step would have {updates:g} updates; choose batch sizes that divide each other"
 
 
-def put_steps(draft: Draft, names: Names, total: str, epochs: str, default: float, updates: float = 1) -> None:
+def put_steps(names: Names, total: str, epochs: str, default: float, updates: float = 1) -> None:
     """Sets the number of steps: that in `total`, a number of updates, or else that of as many `epochs`, which needs the
     number of prompts. `default`: epochs without either. `updates`: updates of the other framework per step."""
+    draft = names.draft
     limit, passes = names.number_or(0, total), names.number_or(default, epochs)
     batch = draft.count("rollout.prompts_per_step")
     prompts = draft.get("rollout.prompts")
@@ -98,25 +99,26 @@ def put_steps(draft: Draft, names: Names, total: str, epochs: str, default: floa
         )
 
 
-def put_kl(draft: Draft, names: Names, section: str, weight: float, kind: str) -> None:
+def put_kl(names: Names, section: str, weight: float, kind: str) -> None:
     """Sets the KL term of the loss. With a weight of 0 the reference only logs the KL, and the estimator has no effect.
     `section`: start of the names of the term. `weight`, `kind`: the other framework's defaults."""
+    draft = names.draft
     put = draft.put
     switch, coef, estimator = (f"{section}{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
     weight = names.number_or(weight, coef)
     if not names.has(switch):
-        note_unneeded(draft, names, f"without {names.shown(switch)} it has no effect", coef, estimator)
+        note_unneeded(names, "without " + names.shown(switch) + " it has no effect", coef, estimator)
         return
     put("algorithm.reference", True, names.shown(switch))
     if not weight:
-        note_unneeded(draft, names, "a weight of 0 leaves the term off; the KL is logged", coef, estimator)
+        note_unneeded(names, "a weight of 0 leaves the term off; the KL is logged", coef, estimator)
         return
     put("algorithm.kl_coef", whole(weight), names.shown(coef))
     shown = names.shown(estimator)
     translated = kl_kind(names, estimator, kind)
     put("algorithm.kl_estimator", translated, shown)
     if translated == "k1" and not draft.get("algorithm.kl_unbiased"):
-        draft.left[f"{shown} k1"] = (
+        draft.left[shown + " k1"] = (
             "this estimator in the loss has a gradient of mean 0, so slimx refuses it; k2 is set, whose gradient is "
             "that of the KL"
         )
@@ -135,10 +137,10 @@ def put_family(draft: Draft, spec: str) -> None:
     if not _RECURRENT.search(f"{draft.get('model.path')} {spec}") or draft.get("rollout.engines") == []:
         return
     options = "rollout.engines.0.sglang"
-    draft.put(f"{options}.disable_radix_cache", True, "reuse of such layers' states was never tested")
-    speculative = [key for key in draft.settings if key.startswith(f"{options}.speculative_")]
+    draft.put(options + ".disable_radix_cache", True, "reuse of such layers' states was never tested")
+    speculative = [key for key in draft.settings if key.startswith(options + ".speculative_")]
     for key in speculative:
-        draft.left[key.removeprefix(f"{options}.")] = (
+        draft.left[key.removeprefix(options + ".")] = (
             "speculative decoding was never tested with such layers; without it, engines sample the same tokens"
         )
         draft.remove(key)
@@ -170,45 +172,45 @@ def put_tokens(draft: Draft, tokens: float, source: str) -> None:
 
 def put_warmup(draft: Draft, owner: str, share: float, name: str) -> None:
     """Sets the steps of warm-up of `owner`, trainer or critic, to a `share` of all updates."""
-    key = f"{owner}.optimizer.warmup_steps"
+    key = owner + ".optimizer.warmup_steps"
     updates = draft.count("schedule.steps", 1) * draft.count("schedule.updates_per_step", 1)
     draft.put(key, int(share * updates), f"{share:g} of all updates ({name})")
     if "schedule.steps" in draft.supply:
         draft.supply[key] = f"{share:g} of all updates"
 
 
-def put_balance(draft: Draft, names: Names, section: str, default: str) -> None:
+def put_balance(names: Names, section: str, default: str) -> None:
     """Sets the loss that balances experts. `section`: start of Megatron-LM's names in the script. `default`: kind of
     the loss where the script names none."""
-    coef, kind = f"{section}moe_aux_loss_coeff", f"{section}moe_router_load_balancing_type"
+    coef, kind = section + "moe_aux_loss_coeff", section + "moe_router_load_balancing_type"
     value = names.number(coef)
     chosen = names.text(kind) or ("none" if names.words(kind) else default)
     if value and chosen != "none":
-        draft.put("trainer.moe.aux_loss_coef", value, names.shown(coef))
-        draft.put("trainer.moe.aux_loss_type", chosen, names.shown(kind))
+        names.draft.put("trainer.moe.aux_loss_coef", value, names.shown(coef))
+        names.draft.put("trainer.moe.aux_loss_type", chosen, names.shown(kind))
     else:
-        note_unneeded(draft, names, "without a coefficient and a kind of loss nothing is balanced", coef, kind)
+        note_unneeded(names, "without a coefficient and a kind of loss nothing is balanced", coef, kind)
 
 
-def put_discounts(draft: Draft, names: Names, gamma: str, lam: str) -> None:
+def put_discounts(names: Names, gamma: str, lam: str) -> None:
     """Sets the discounts of rewards per token to those in `gamma` and `lam`; most algorithms have none."""
-    kind = draft.get("algorithm.name")
+    kind = names.draft.get("algorithm.name")
     for key, name, kinds in (
         ("gamma", gamma, ("ppo", "reinforce_pp", "reinforce_pp_baseline")),
         ("lam", lam, ("ppo",)),
     ):
         if kind in kinds:
-            put_number(draft, names, f"algorithm.advantages.{key}", name, 1.0)
+            put_number(names, "algorithm.advantages." + key, name, 1.0)
         else:
-            note_unneeded(draft, names, f"{kind} has no such discount", name)
+            note_unneeded(names, f"{kind} has no such discount", name)
 
 
-def put_lora(draft: Draft, names: Names, rank: str, alpha: str, usual: tuple[int, int]) -> None:
+def put_lora(names: Names, rank: str, alpha: str, usual: tuple[int, int]) -> None:
     """Sets adapters of the rank that the script sets `rank` to; none for 0. `usual`: rank and alpha by default."""
     size, scale = names.count(rank, usual[0]), whole(names.number_or(usual[1], alpha))
     if size:
-        source = f"{names.shown(rank)}, {names.shown(alpha)}"
-        draft.put("trainer.lora", {"rank": size, "alpha": scale}, source)
+        source = names.shown(rank) + ", " + names.shown(alpha)
+        names.draft.put("trainer.lora", {"rank": size, "alpha": scale}, source)
 
 
 def put_teacher(draft: Draft, index: int, model: str, source: str) -> str:
@@ -216,7 +218,7 @@ def put_teacher(draft: Draft, index: int, model: str, source: str) -> str:
     other groups."""
     group = f"rollout.engines.{index}"
     for key, value in {"name": "teacher", "frozen": True, "model": model, "count": 1}.items():
-        draft.put(f"{group}.{key}", value, source)
+        draft.put(group + "." + key, value, source)
     draft.put("algorithm.teacher_engine", "teacher", source)
     return group
 
@@ -236,7 +238,7 @@ def algorithm_of(draft: Draft, estimator: str, source: str) -> str:
     found = ALGORITHMS.get(estimator, estimator)
     if isinstance(found, str):
         return found
-    draft.left[f"{source} {estimator}"] = found.note
+    draft.left[source + " " + estimator] = found.note
     return "grpo"
 
 

@@ -26,10 +26,23 @@ def put_demonstrations(flags: Names, draft: Draft) -> None:
     put_answers(draft, "demonstrations", "--loss-type sft_loss")
     draft.put("algorithm.name", "sft", "--loss-type sft_loss")
     draft.put("algorithm.aggregation", "sample", _DEFAULT)
-    without = ("debug_train_only", "disable_compute_advantages_and_returns", "advantage_estimator", "loss_type")
-    note_unneeded(draft, flags, "algorithm.name: sft needs neither engines nor advantages", *without)
-    terms = ("entropy_coef", "eps_clip", "eps_clip_high", "rollout_function_path", "rollout_temperature")
-    note_unneeded(draft, flags, "algorithm.name: sft has no such term", *terms)
+    note_unneeded(
+        flags,
+        "algorithm.name: sft needs neither engines nor advantages",
+        "debug_train_only",
+        "disable_compute_advantages_and_returns",
+        "advantage_estimator",
+        "loss_type",
+    )
+    note_unneeded(
+        flags,
+        "algorithm.name: sft has no such term",
+        "entropy_coef",
+        "eps_clip",
+        "eps_clip_high",
+        "rollout_function_path",
+        "rollout_temperature",
+    )
     if flags.text("label_key") is None:
         draft.supply["rollout.fields.prompt"] = (
             "slime's column has whole conversations, whose last turn slimx reads from the column `answer`"
@@ -42,21 +55,21 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
     estimator = flags.text("advantage_estimator") or "grpo"
     put("algorithm.name", algorithm_of(draft, estimator, "--advantage-estimator"), "--advantage-estimator")
     if estimator == "ppo":
-        put_number(draft, flags, "critic.value_clip", "value_clip", 0.2)
+        put_number(flags, "critic.value_clip", "value_clip", 0.2)
     else:
-        note_unneeded(draft, flags, "only ppo has a critic", "value_clip")
+        note_unneeded(flags, "only ppo has a critic", "value_clip")
     low = flags.number_or(0.2, "eps_clip")
     put("algorithm.loss.low", low, "--eps-clip")
     put("algorithm.loss.high", flags.number_or(low, "eps_clip_high"), "--eps-clip-high, or --eps-clip")
     if estimator == "cispo":
-        note_unneeded(draft, flags, "the loss of cispo has no such bound", "eps_clip_c")
+        note_unneeded(flags, "the loss of cispo has no such bound", "eps_clip_c")
     elif estimator == "gspo" and flags.text("eps_clip_c") is not None:
         draft.left["--eps-clip-c"] = "slimx's loss gspo has no such bound"
     put("algorithm.aggregation", "sample", _DEFAULT)
     put("algorithm.old_logprobs", "recompute", _DEFAULT)
     if flags.has("use_unbiased_kl") and flags.number("kl_loss_coef"):
         put("algorithm.kl_unbiased", True, "--use-unbiased-kl")
-    put_kl(draft, flags, "", 0, "k1")
+    put_kl(flags, "", 0, "k1")
     reward_kl = flags.number("kl_coef") or 0
     if reward_kl and estimator in _TOKEN_REWARDS:
         put("algorithm.reference", True, "--kl-coef")
@@ -65,39 +78,44 @@ def put_algorithm(flags: Names, draft: Draft) -> None:
         draft.unneeded.pop("--kl-loss-type", None)
     elif reward_kl:
         draft.left[f"--kl-coef {reward_kl:g}"] = (
-            f"{estimator} has no reward per token; algorithm.kl_coef is a term of the loss"
+            estimator + " has no reward per token; algorithm.kl_coef is a term of the loss"
         )
-    put_discounts(draft, flags, "gamma", "lambd")
+    put_discounts(flags, "gamma", "lambd")
     whiten = flags.has("normalize_advantages")
     if estimator in _TOKEN_REWARDS:
         put("algorithm.advantages.whiten", whiten, "--normalize-advantages")
     elif whiten:
-        draft.left["--normalize-advantages"] = f"{estimator} normalizes within groups only"
+        draft.left["--normalize-advantages"] = estimator + " normalizes within groups only"
     if flags.has("use_tis"):
         put("algorithm.correction.kind", "truncate", "--use-tis")
     if flags.has("use_opd"):
         flags.words("opd_type")
-        put_number(draft, flags, "algorithm.teacher_coef", "opd_kl_coef", 1.0)
+        put_number(flags, "algorithm.teacher_coef", "opd_kl_coef", 1.0)
         if flags.text("opd_teacher_load") is not None:
             put("algorithm.teacher", flags.text("opd_teacher_load"), "--opd-teacher-load")
             draft.supply["algorithm.teacher"] = "the teacher's Hugging Face directory instead of the Megatron-LM one"
         else:
             _teacher(flags, draft)
     if flags.has("use_opsm"):
-        put_number(draft, flags, "algorithm.opsm_delta", "opsm_delta", 1e-4)
+        put_number(flags, "algorithm.opsm_delta", "opsm_delta", 1e-4)
 
 
 def _teacher(flags: Names, draft: Draft) -> None:
     """Adds a frozen group of engines that serves the teacher, which slime's script starts apart from the run, and
     removes the hooks that ask it."""
-    hooks = ("custom_rm_path", "custom_reward_post_process_path", "rm_url")
-    note_unneeded(draft, flags, "the teacher's log-probs come from algorithm.teacher_engine", *hooks)
+    note_unneeded(
+        flags,
+        "the teacher's log-probs come from algorithm.teacher_engine",
+        "custom_rm_path",
+        "custom_reward_post_process_path",
+        "rm_url",
+    )
     draft.put("reward.function", None, "the teacher is the only signal")
     draft.put("algorithm.name", "distillation", "--use-opd")
     draft.remove("algorithm.advantages")
     index = sum(key.endswith(".count") and key.startswith("rollout.engines.") for key in draft.settings)
     group = put_teacher(draft, index, "TEACHER", "--opd-type sglang")
-    draft.supply[f"{group}.model"] = "the teacher's Hugging Face directory"
+    draft.supply[group + ".model"] = "the teacher's Hugging Face directory"
 
 
 def put_evaluation(flags: Names, draft: Draft) -> None:
@@ -105,27 +123,37 @@ def put_evaluation(flags: Names, draft: Draft) -> None:
     put = draft.put
     sets = _sets(flags, draft)
     every = flags.number("eval_interval")
-    names = (
-        "eval_interval", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p", "eval_max_response_len",
-        "eval_input_key", "eval_label_key", "eval_tool_key", "eval_top_k", "skip_eval_before_train",
-    )  # fmt: skip
     if not sets or every is None:
         missing = "--eval-interval" if sets else "--eval-prompt-data"
-        note_unneeded(draft, flags, f"without {missing} nothing is evaluated", "eval_prompt_data", *names)
+        note_unneeded(
+            flags,
+            "without " + missing + " nothing is evaluated",
+            "eval_prompt_data",
+            "eval_interval",
+            "n_samples_per_eval_prompt",
+            "eval_temperature",
+            "eval_top_p",
+            "eval_max_response_len",
+            "eval_input_key",
+            "eval_label_key",
+            "eval_tool_key",
+            "eval_top_k",
+            "skip_eval_before_train",
+        )
         return
     put("eval.prompts", sets, "--eval-prompt-data")
     put("eval.every", int(every), "--eval-interval")
     for name, key in _COLUMNS.items():
-        value = flags.text(f"eval_{name}") or draft.get(f"rollout.fields.{key}")
+        value = flags.text("eval_" + name) or draft.get("rollout.fields." + key)
         if value is not None:
-            put(f"eval.fields.{key}", value, f"{flags.shown(f'eval_{name}')}, or as for training")
-    put_count(draft, flags, "eval.samples", "n_samples_per_eval_prompt", 1)
+            put("eval.fields." + key, value, f"{flags.shown(f'eval_{name}')}, or as for training")
+    put_count(flags, "eval.samples", "n_samples_per_eval_prompt", 1)
     for key in ("temperature", "top_p"):
-        number = flags.number_or(1.0, f"eval_{key}", f"rollout_{key}")
-        put(f"eval.{key}", whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
-        flags.read.remove(f"rollout_{key}")
+        number = flags.number_or(1.0, "eval_" + key, "rollout_" + key)
+        put("eval." + key, whole(number), f"{flags.shown(f'eval_{key}')}, or as for training")
+        flags.read.remove("rollout_" + key)
     if flags.values.get("eval_top_k") == ["1"]:
-        note_unneeded(draft, flags, "eval.temperature: 0 takes the most likely token", "eval_top_k")
+        note_unneeded(flags, "eval.temperature: 0 takes the most likely token", "eval_top_k")
         put("eval.temperature", 0, "--eval-top-k 1")
 
 
@@ -147,7 +175,7 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
     """Returns the held-out sets of the file `config`, which `--eval-config` names."""
     file = Path(config)
     if not file.is_file():
-        draft.left[f"--eval-config {config}"] = "the file is not here; write its sets into eval.prompts"
+        draft.left["--eval-config " + config] = "the file is not here; write its sets into eval.prompts"
         return {}
     content = yaml_in(file)
     section = content.get("eval", content)
@@ -159,7 +187,7 @@ def _configured(config: str, draft: Draft) -> dict[str, object]:
         values = {ours: options.pop(theirs) for theirs, ours in _OF_SETS.items() if theirs in options}
         columns = {ours: options.pop(theirs) for theirs, ours in _COLUMNS.items() if theirs in options}
         if columns:
-            usual = {key: draft.get(f"rollout.fields.{key}") for key in _COLUMNS.values()}
+            usual = {key: draft.get("rollout.fields." + key) for key in _COLUMNS.values()}
             values["fields"] = {key: column for key, column in (usual | columns).items() if column}
         sets[name] = {"path": path, **values} if values else path
         for theirs in options:

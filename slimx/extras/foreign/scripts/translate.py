@@ -25,7 +25,7 @@ def translate(draft: Draft, tables: Sequence[Table], name: str, value: str | Non
     text = "true" if value is None else value
     found = meaning(tables, name, text)
     if found is None:
-        draft.left[shown if value is None else f"{shown} {value}"] = UNKNOWN
+        draft.left[shown if value is None else shown + " " + value] = UNKNOWN
         return
     _apply(draft, found, text, shown)
 
@@ -36,27 +36,28 @@ def sets_key(tables: Sequence[Table], name: str) -> bool:
     return found is not None and bool(found.key or found.sets) and not found.note
 
 
-def put_number(draft: Draft, names: Names, key: str, name: str, default: float) -> None:
+def put_number(names: Names, key: str, name: str, default: float) -> None:
     """Sets `key` to the number that the script sets `name` to, or to `default`."""
-    draft.put(key, whole(names.number_or(default, name)), names.shown(name))
+    names.draft.put(key, whole(names.number_or(default, name)), names.shown(name))
 
 
-def put_count(draft: Draft, names: Names, key: str, name: str, default: int) -> int:
+def put_count(names: Names, key: str, name: str, default: int) -> int:
     """Sets `key` to the whole number that the script sets `name` to, or to `default`, and returns it."""
-    put_number(draft, names, key, name, default)
+    put_number(names, key, name, default)
     return names.count(name, default)
 
 
-def note_unneeded(draft: Draft, names: Names, reason: str, *which: str) -> None:
+def note_unneeded(names: Names, reason: str, *which: str) -> None:
     """Notes that those of the names `which` that the script sets need no key, for the `reason`."""
     for name in which:
         if names.words(name) is not None:
-            draft.unneeded[names.shown(name)] = reason
+            names.draft.unneeded[names.shown(name)] = reason
 
 
-def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
+def translate_rest(names: Names, tables: Sequence[Table]) -> None:
     """Translates the names that were not asked for, and notes what the script computes: the reader must supply a value
     that is computed as a whole, and can complete a text. Marks what comes from names that the script does not set."""
+    draft = names.draft
     for name in names.rest():
         words = list(names.values[name])
         if sets_key(tables, name):
@@ -68,12 +69,12 @@ def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
     known = ".".join(map(names.shown, names.values)) + "."
     for key, source in draft.sources.items():
         if _SOURCES.fullmatch(source) and not any(f"{name}." in known for name in re.split(_BETWEEN, source)):
-            draft.sources[key] = f"{source} (default)"
+            draft.sources[key] = source + " (default)"
     for name, (output, entire) in names.outputs.items():
         shown = names.shown(name)
-        output = f"${output}" if output.startswith("(") else output
+        output = "$" + output if output.startswith("(") else output
         if not entire:
-            draft.left[f"{output} in {shown}"] = "slimx computes nothing of a script; write the value instead"
+            draft.left[output + " in " + shown] = "slimx computes nothing of a script; write the value instead"
             continue
         last = shown.rpartition(".")[2]
         named = re.escape(last if "_" in last else shown)
@@ -82,7 +83,7 @@ def translate_rest(draft: Draft, names: Names, tables: Sequence[Table]) -> None:
         if not keys and found is not None and found.key:
             draft.supply[shown] = f"the value of {output}, which slimx does not compute, for {found.key}"
         else:
-            draft.supply[shown] = " in ".join(filter(None, (f"the value of {output}", ", ".join(keys))))
+            draft.supply[shown] = " in ".join(filter(None, ("the value of " + output, ", ".join(keys))))
         for key in {*keys} - draft.supply.keys():
             draft.sources[key] += f"; supply: {output} is not known, a default is set"
 
@@ -106,11 +107,11 @@ def _apply(draft: Draft, found: Meaning, text: str, shown: str) -> None:
     if isinstance(translated, Meaning):
         _apply(draft, translated, text, shown)
     elif translated is None:
-        draft.left[shown] = f"{found.key} has no value for {text}"
+        draft.left[shown] = found.key + " has no value for " + text
     elif _inside(found.key):
         draft.put(_first(found.key), scalar(translated), shown)
     else:
-        draft.left[shown] = f"this version of slimx has no key {found.key}"
+        draft.left[shown] = "this version of slimx has no key " + found.key
 
 
 def _inside(key: str) -> bool:

@@ -11,7 +11,6 @@ from slimx.extras.foreign.scripts.names import Names, whole
 from slimx.extras.foreign.scripts.shared import NODE, algorithm_of, put_discounts, put_kl, put_teacher, put_warmup
 from slimx.extras.foreign.scripts.translate import note_unneeded, put_count, put_number
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _DEFAULT = "verl's default"
 _LOSSES = ("gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 _COVARIANCE = {
@@ -52,20 +51,20 @@ def names_of(paths: list[str]) -> dict[str, str]:
 
 def put_optimizer(keys: Names, draft: Draft, owner: str, optim: str, rate: float) -> None:
     """Sets the optimizer of `owner`, trainer or critic, from verl's section `optim`. `rate`: verl's default."""
-    ours = f"{owner}.optimizer"
-    put_number(draft, keys, f"{ours}.lr", f"{optim}.lr", rate)
-    put_number(draft, keys, f"{ours}.weight_decay", f"{optim}.weight_decay", 0.01)
-    betas = keys.text(f"{optim}.betas")
-    draft.put(f"{ours}.betas", [0.9, 0.999] if betas is None else scalar(betas), f"{optim}.betas")
-    warmup = keys.number(f"{optim}.lr_warmup_steps")
-    share = keys.number(f"{optim}.lr_warmup_steps_ratio")
+    ours = owner + ".optimizer"
+    put_number(keys, ours + ".lr", optim + ".lr", rate)
+    put_number(keys, ours + ".weight_decay", optim + ".weight_decay", 0.01)
+    betas = keys.text(optim + ".betas")
+    draft.put(ours + ".betas", [0.9, 0.999] if betas is None else scalar(betas), optim + ".betas")
+    warmup = keys.number(optim + ".lr_warmup_steps")
+    share = keys.number(optim + ".lr_warmup_steps_ratio")
     if warmup is not None and warmup > 0:
-        draft.put(f"{ours}.warmup_steps", int(warmup), f"{optim}.lr_warmup_steps")
+        draft.put(ours + ".warmup_steps", int(warmup), optim + ".lr_warmup_steps")
     elif share:
-        put_warmup(draft, owner, share, f"{optim}.lr_warmup_steps_ratio")
-    least = keys.number(f"{optim}.min_lr_ratio")
+        put_warmup(draft, owner, share, optim + ".lr_warmup_steps_ratio")
+    least = keys.number(optim + ".min_lr_ratio")
     if least:
-        draft.put(f"{ours}.min_lr", least * float(str(draft.get(f"{ours}.lr"))), f"{optim}.min_lr_ratio x lr")
+        draft.put(ours + ".min_lr", least * float(str(draft.get(ours + ".lr"))), optim + ".min_lr_ratio x lr")
 
 
 def put_algorithm(keys: Names, draft: Draft) -> None:
@@ -80,12 +79,12 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
     elif mode in _LOSSES or estimator == "gpg":
         put("algorithm.loss.kind", "plain" if loss == "gpg" else loss, "policy_loss.loss_mode")
     if mode not in ("vanilla", *_LOSSES):
-        draft.left[f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"] = (
+        draft.left["actor_rollout_ref.actor.policy_loss.loss_mode=" + mode] = (
             "write the loss as a hook (algorithm.loss)"
         )
     put("algorithm.name", name, f"algorithm.adv_estimator={estimator}, policy_loss.loss_mode={mode}")
     if name == "ppo":
-        put_number(draft, keys, "critic.value_clip", "critic.cliprange_value", 0.5)
+        put_number(keys, "critic.value_clip", "critic.cliprange_value", 0.5)
         put_optimizer(keys, draft, "critic", "critic.optim", 1e-5)
         load = keys.text("critic.model.path")
         if load is not None and load != draft.get("model.path"):
@@ -95,44 +94,41 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
             draft.unneeded["critic.megatron"] = "the critic is sharded like the trainer (critic.placement: shared)"
     else:
         critics = [key for key in keys.values if key.startswith("critic.")]
-        note_unneeded(draft, keys, "only ppo has a critic", "trainer.critic_warmup", *critics)
+        note_unneeded(keys, "only ppo has a critic", "trainer.critic_warmup", *critics)
     if loss not in ("sapo", "gpg", "kl_cov"):
         for side in ("low", "high"):
-            key = f"actor_rollout_ref.actor.clip_ratio_{side}"
+            key = "actor_rollout_ref.actor.clip_ratio_" + side
             null = keys.words(key) is not None and keys.text(key) is None
-            put_number(
-                draft, keys, f"algorithm.loss.{side}", "actor_rollout_ref.actor.clip_ratio" if null else key, 0.2
-            )
-        note_unneeded(
-            draft, keys, "verl's clip_ratio_low and clip_ratio_high count", "actor_rollout_ref.actor.clip_ratio"
-        )
+            put_number(keys, "algorithm.loss." + side, "actor_rollout_ref.actor.clip_ratio" if null else key, 0.2)
+        note_unneeded(keys, "verl's clip_ratio_low and clip_ratio_high count", "actor_rollout_ref.actor.clip_ratio")
     else:
-        bounds = (
+        note_unneeded(
+            keys,
+            "the loss of " + loss + " has no such bound",
             "actor_rollout_ref.actor.clip_ratio",
             "actor_rollout_ref.actor.clip_ratio_low",
             "actor_rollout_ref.actor.clip_ratio_high",
         )
-        note_unneeded(draft, keys, f"the loss of {loss} has no such bound", *bounds)
     if loss == "clip":
-        put_number(draft, keys, "algorithm.loss.dual", "actor_rollout_ref.actor.clip_ratio_c", 3.0)
+        put_number(keys, "algorithm.loss.dual", "actor_rollout_ref.actor.clip_ratio_c", 3.0)
     else:
-        note_unneeded(draft, keys, f"the loss of {loss} has no such bound", "actor_rollout_ref.actor.clip_ratio_c")
+        note_unneeded(keys, "the loss of " + loss + " has no such bound", "actor_rollout_ref.actor.clip_ratio_c")
     for theirs, ours, default in _COVARIANCE.get(loss, ()):
-        put_number(draft, keys, f"algorithm.loss.{ours}", f"actor_rollout_ref.actor.policy_loss.{theirs}", default)
+        put_number(keys, "algorithm.loss." + ours, "actor_rollout_ref.actor.policy_loss." + theirs, default)
     unit = keys.text("actor_rollout_ref.actor.loss_agg_mode") or "token-mean"
     if loss in ("gspo", "sapo"):
-        put("algorithm.aggregation", "sample", f"verl's {loss}, whatever loss_agg_mode is")
+        put("algorithm.aggregation", "sample", "verl's " + loss + ", whatever loss_agg_mode is")
     else:
-        put("algorithm.aggregation", _UNITS.get(unit, "token"), f"actor_rollout_ref.actor.loss_agg_mode={unit}")
+        put("algorithm.aggregation", _UNITS.get(unit, "token"), "actor_rollout_ref.actor.loss_agg_mode=" + unit)
         if unit.endswith("-sum"):
-            draft.left[f"actor_rollout_ref.actor.loss_agg_mode={unit}"] = (
+            draft.left["actor_rollout_ref.actor.loss_agg_mode=" + unit] = (
                 "slimx divides such sums by a constant or the number of tokens"
             )
     normalized = "algorithm.norm_adv_by_std_in_grpo"
     if keys.words(normalized) is not None and estimator == "grpo":
         put("algorithm.advantages.normalize_std", keys.has(normalized), normalized)
-    put_kl(draft, keys, "actor_rollout_ref.actor.", 0.001, "low_var_kl")
-    put_discounts(draft, keys, "algorithm.gamma", "algorithm.lam")
+    put_kl(keys, "actor_rollout_ref.actor.", 0.001, "low_var_kl")
+    put_discounts(keys, "algorithm.gamma", "algorithm.lam")
     _token_kl(keys, draft, name)
     _correction(keys, draft)
 
@@ -140,15 +136,15 @@ def put_algorithm(keys: Names, draft: Draft) -> None:
 def _token_kl(keys: Names, draft: Draft, name: str) -> None:
     kl = ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
     if not keys.has("algorithm.use_kl_in_reward"):
-        note_unneeded(draft, keys, "without use_kl_in_reward it has no effect", *kl)
+        note_unneeded(keys, "without use_kl_in_reward it has no effect", *kl)
     elif name not in ("ppo", "reinforce_pp", "reinforce_pp_baseline"):
         draft.left["algorithm.use_kl_in_reward"] = (
-            f"{name} has no reward per token; algorithm.kl_coef is a term of the loss"
+            name + " has no reward per token; algorithm.kl_coef is a term of the loss"
         )
-        note_unneeded(draft, keys, f"{name} has no KL in its rewards", *kl)
+        note_unneeded(keys, name + " has no KL in its rewards", *kl)
     else:
         draft.put("algorithm.reference", True, "algorithm.use_kl_in_reward")
-        put_number(draft, keys, "algorithm.kl_reward_coef", "algorithm.kl_ctrl.kl_coef", 0.001)
+        put_number(keys, "algorithm.kl_reward_coef", "algorithm.kl_ctrl.kl_coef", 0.001)
 
 
 def _correction(keys: Names, draft: Draft) -> None:
@@ -157,14 +153,14 @@ def _correction(keys: Names, draft: Draft) -> None:
         "actor_rollout_ref.actor.use_rollout_log_probs"
     )
     bypass = bypass or keys.number("async_training.staleness_threshold") is not None
-    source = "algorithm.rollout_correction.bypass_mode" if bypass else f"{_DEFAULT}: the trainer's"
+    source = "algorithm.rollout_correction.bypass_mode" if bypass else _DEFAULT + ": the trainer's"
     put("algorithm.old_logprobs", "rollout" if bypass else "recompute", source)
     level = keys.text("algorithm.rollout_correction.rollout_is", "algorithm.rollout_is")
     bounds = keys.text("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_is_threshold") or "2.0"
     if level is None or level.lower() == "false":
         return
     if bypass:
-        draft.left[f"algorithm.rollout_correction.rollout_is={level}"] = (
+        draft.left["algorithm.rollout_correction.rollout_is=" + level] = (
             "with bypass_mode the ratio of the loss is the correction"
         )
         return
@@ -229,19 +225,20 @@ def put_evaluation(keys: Names, draft: Draft) -> None:
     every = keys.number("trainer.test_freq")
     files = keys.text("data.val_files")
     names = [
-        f"actor_rollout_ref.rollout.val_kwargs.{name}" for name in ("n", "temperature", "top_p", "do_sample", "top_k")
+        "actor_rollout_ref.rollout.val_kwargs." + name for name in ("n", "temperature", "top_p", "do_sample", "top_k")
     ]
     if every is None or every <= 0 or files is None:
-        reason = "without trainer.test_freq nothing is evaluated"
-        note_unneeded(draft, keys, reason, *names, "data.val_files", "trainer.test_freq")
+        note_unneeded(
+            keys, "without trainer.test_freq nothing is evaluated", *names, "data.val_files", "trainer.test_freq"
+        )
         return
     paths = files_in(files)
     put("eval.prompts", paths[0] if len(paths) == 1 else names_of(paths), "data.val_files")
     put("eval.every", int(every), "trainer.test_freq")
     for key in ("prompt", "answer", "dataset"):
-        value = draft.get(f"rollout.fields.{key}")
+        value = draft.get("rollout.fields." + key)
         if value is not None:
-            put(f"eval.fields.{key}", value, "as for training")
+            put("eval.fields." + key, value, "as for training")
     samples = keys.count("actor_rollout_ref.rollout.val_kwargs.n", 1)
     temperature = keys.number_or(0, "actor_rollout_ref.rollout.val_kwargs.temperature")
     sampled = keys.has("actor_rollout_ref.rollout.val_kwargs.do_sample") and temperature > 0
@@ -269,7 +266,7 @@ def put_distillation(keys: Names, draft: Draft) -> None:
         draft.left[f"{key} {keys.text(key)}"] = "a run has one teacher"
     inference = f"{teacher.removesuffix('model_path')}inference"
     gpus = keys.count("distillation.nnodes", 1) * keys.count("distillation.n_gpus_per_node", NODE)
-    size = keys.count(f"{inference}.tensor_model_parallel_size", 2)
+    size = keys.count(inference + ".tensor_model_parallel_size", 2)
     put = draft.put
     per_node = keys.count("trainer.n_gpus_per_node", NODE)
     nodes = draft.count("cluster.nodes", 1) + -(-gpus // max(per_node, NODE))
@@ -278,7 +275,7 @@ def put_distillation(keys: Names, draft: Draft) -> None:
     put_teacher(draft, 1, keys.text(teacher) or "TEACHER", "distillation.enabled")
     put("rollout.engines.1.count", max(1, gpus // size), "distillation.n_gpus_per_node / tensor_model_parallel_size")
     put("rollout.engines.1.tensor", size, "inference.tensor_model_parallel_size")
-    share = keys.number(f"{inference}.gpu_memory_utilization")
+    share = keys.number(inference + ".gpu_memory_utilization")
     if share is not None:
         put("rollout.engines.1.sglang.mem_fraction_static", share, "inference.gpu_memory_utilization")
     loss = keys.text("distillation.distillation_loss.loss_mode") or "k3"
@@ -289,17 +286,17 @@ def put_distillation(keys: Names, draft: Draft) -> None:
         draft.remove("algorithm.advantages")
         coef = 1
     if "topk" in loss:
-        put("algorithm.teacher_coef", 0, f"distillation.distillation_loss.loss_mode={loss}")
+        put("algorithm.teacher_coef", 0, "distillation.distillation_loss.loss_mode=" + loss)
         put("algorithm.teacher_kl_coef", coef, "distillation.distillation_loss.distillation_loss_coef")
         put(
             "algorithm.teacher_kl",
             "forward" if loss.startswith("forward") else "reverse",
             "distillation.distillation_loss.loss_mode",
         )
-        put_count(draft, keys, "algorithm.teacher_top_k", "distillation.distillation_loss.topk", 32)
+        put_count(keys, "algorithm.teacher_top_k", "distillation.distillation_loss.topk", 32)
     else:
         put("algorithm.teacher_coef", coef, "distillation.distillation_loss.distillation_loss_coef")
-        draft.left[f"distillation.distillation_loss.loss_mode={loss}"] = (
+        draft.left["distillation.distillation_loss.loss_mode=" + loss] = (
             "algorithm.teacher_coef weights log teacher - log engine (k1)"
         )
     for name in names:

@@ -10,7 +10,16 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
-from slimx.extras.foreign.scripts.shell.expansion import END, UNSET, Variables, computed, next_key, unknown_in
+from slimx.extras.foreign.scripts.shell.expansion import (
+    ANY,
+    END,
+    UNSET,
+    Variables,
+    computed,
+    element,
+    next_key,
+    unknown_in,
+)
 
 _ASSIGNED = re.compile(
     r"([A-Za-z_]\w*+)(?:\[[^][]*\])?\s*(?:\+\+|--|(?:[-+*/%&^|]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)"
@@ -42,12 +51,10 @@ def calculated(text: str, variables: Variables) -> str:
         return str(_value(text, variables))
     except (ValueError, ArithmeticError, SyntaxError, MemoryError, KeyError) as error:
         for names in _ASSIGNED.findall(text):
-            name = "".join(names)
-            unknown = dict.fromkeys(["0", *(variables.elements(name) or {})], computed(f"(({text.strip()}))"))
-            variables.spend(len(unknown) + len(text))
-            variables.values[name] = unknown
+            variables.spend(len(text))
+            variables.values["".join(names)] = {ANY: computed("((" + text.strip() + "))")}
         unset = re.search(f"{UNSET}[^{END}]*{END}", str(error))
-        return unset[0] if unset else computed(f"(({text.strip()}))")
+        return unset[0] if unset else computed("((" + text.strip() + "))")
 
 
 def truth(value: str) -> bool | None:
@@ -87,7 +94,7 @@ def _value(text: str, variables: Variables) -> int:
 
 def _of_name(name: str, variables: Variables) -> int:
     """Returns the value of a variable, whose text is an expression."""
-    return _value((variables.elements(name) or {}).get("0", ""), variables)
+    return _value(element(variables.elements(name), "0"), variables)
 
 
 def _of_node(node: ast.expr, variables: Variables) -> int:
@@ -96,6 +103,8 @@ def _of_node(node: ast.expr, variables: Variables) -> int:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             value = number
         case ast.Name(id=name):
+            if name.isupper() and variables.elements(name) is None:  # a variable of the environment
+                raise ValueError(f"{UNSET}{name}{END}")
             value = _of_name(name, variables)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() | ast.Invert() as op, operand=operand):
             value = _of_node(operand, variables)

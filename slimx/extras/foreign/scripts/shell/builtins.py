@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from slimx.extras.foreign.scripts.shell.expansion import Variables, unknown_in
 
-EXPECTED_TO_SUCCEED = (
-    "mkdir",
-    "rm",
-    "cp",
-    "mv",
-    "ln",
-    "chmod",
-    "touch",
-    "sleep",
-    "ulimit",
-    "wait",
-    "conda",
-    "pip",
-    "pip3",
-    "uv",
-)
+EXPECTED_TO_SUCCEED = re.compile("mkdir|rm|cp|mv|ln|chmod|touch|sleep|ulimit|wait|conda|pip3?|uv")
 """Commands that a script expects to succeed; the status of any other is unknown."""
-_FILE_SIZE = 1 << 20
-"""Maximum number of bytes of a file that is read."""
 
 
 class Leave(Exception):
@@ -64,20 +45,20 @@ def printed_by(words: Sequence[str], variables: Variables, stdin: str | None) ->
         case "printf", [form, *values] if re.fullmatch(r"([^%\\]|%s)*", form) and form.count("%s") == len(values):
             return form % (*values,)
         case "pwd", _:
-            return variables.folder
+            return f"{variables.folder}\n"
         case "cat", []:
             return stdin
         case "dirname", [path]:
-            return os.path.dirname(path.rstrip("/")) or "."
-        case "basename", [path, *suffix]:
-            return os.path.basename(path.rstrip("/")).removesuffix("".join(suffix))
+            return f"{os.path.dirname(path.rstrip('/')) or '.'}\n"
+        case "basename", [path, *suffix] if path[:1] != "-" and len(suffix) < 2:
+            return f"{os.path.basename(path.rstrip('/')).removesuffix(''.join(suffix))}\n"
         case (("realpath" | "readlink"), [*_, path]):
-            return path
+            return f"{path}\n"
         case "seq", [*_, last] if re.fullmatch(r"(-?\d{1,9} ){1,3}", " ".join([*arguments, ""])):
             first, step = [*map(int, arguments[:-1]), 1, 1][:2]
             numbers = range(first, int(last) + (-1) ** (step < 0), step or 1)
             variables.spend(len(numbers))
-            return "\n".join(map(str, numbers))
+            return "".join(f"{number}\n" for number in numbers)
     return None
 
 
@@ -85,13 +66,3 @@ def change_folder(arguments: Sequence[str], variables: Variables) -> None:
     """Changes the working directory as `cd` does."""
     path = next((word for word in arguments if word not in ("--", "-P", "-L")), "~")
     variables.folder = path if path.startswith("~") else os.path.normpath(os.path.join(variables.folder, path))
-
-
-def read_file(name: str, folder: str) -> tuple[Path, str] | None:
-    """Returns the path and the text of a file, which is looked for in `folder` and here; None if there is none."""
-    for start in (folder, ""):
-        path = os.path.join(os.path.expanduser(start), os.path.expanduser(name))
-        with contextlib.suppress(OSError):
-            if os.path.isfile(path) and os.path.getsize(path) <= _FILE_SIZE:
-                return Path(path), Path(path).read_text(errors="replace")
-    return None

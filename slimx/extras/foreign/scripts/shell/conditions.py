@@ -5,12 +5,13 @@ from __future__ import annotations
 import fnmatch
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping
 
 from tree_sitter import Node
 
 from slimx.extras.foreign.scripts.shell.arithmetic import calculated, truth
-from slimx.extras.foreign.scripts.shell.expansion import Variables, unknown_in, without_unset
+from slimx.extras.foreign.scripts.shell.expansion import EXTENDED, Variables, unknown_in, without_unset
 from slimx.extras.foreign.scripts.shell.syntax import text_in
 from slimx.extras.foreign.scripts.shell.words import Words
 
@@ -37,7 +38,8 @@ def tested(words: list[str], variables: Variables) -> bool | None:
         case [sign, value]:
             return _single(sign, value)
         case [first, sign, second]:
-            return _pair(first, sign, second, variables)
+            numbers = all(re.fullmatch(r"\s*[-+]?\d+\s*", word) for word in (first, second))
+            return _pair(first, sign, second, variables) if numbers or sign not in _NUMBERS else None
     return _single("-n", "".join(words)) if len(words) < 2 else None
 
 
@@ -70,14 +72,14 @@ def _binary(first: Node, sign: str, second: Node, words: Words) -> bool | None:
         return _pair(left_text, sign, words.text(second), words)
     if sign == "=~":
         return None
-    pattern = without_unset(words.pattern(second))
-    if unknown_in(left_text) or unknown_in(pattern):
+    status = matches(left_text, without_unset(words.pattern(second)))
+    return inverted(status) if sign == "!=" else status
+
+
+def matches(text: str, pattern: str) -> bool | None:
+    """Returns whether all of `text` matches `pattern`; None if that is not known."""
+    if unknown_in(text + pattern) or EXTENDED.search(pattern):
         return None
-    return matches(left_text, pattern) == (sign != "!=")
-
-
-def matches(text: str, pattern: str) -> bool:
-    """Returns True if all of `text` matches `pattern`."""
     return fnmatch.fnmatchcase(text, pattern.replace("[^", "[!"))
 
 

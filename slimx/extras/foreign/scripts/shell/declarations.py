@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from tree_sitter import Node
 
-from slimx.extras.foreign.scripts.shell.expansion import computed
+from slimx.extras.foreign.scripts.shell.expansion import ANY, computed
 from slimx.extras.foreign.scripts.shell.syntax import check, text_in
 from slimx.extras.foreign.scripts.shell.words import Words
 
@@ -36,6 +38,8 @@ def declared(node: Node, words: Words) -> bool:
             words.values.pop(name, None)
         if inside:
             words.locals[-1].setdefault(name, before)
+        if re.search("[ilnu]", options):
+            words.typed |= {name, *(words.values.get(name) or {}).values()}
     return True
 
 
@@ -44,7 +48,7 @@ def _remove(word: str, words: Words) -> None:
     name, bracket, _ = word.partition("[")
     words.values.pop(name, None)
     if bracket:
-        words.values[name] = {"0": computed(f"unset {word}")}
+        words.values[name] = {ANY: computed("unset " + word)}
 
 
 def redirections(node: Node, words: Words) -> tuple[str | None, str | None, bool, list[Node]]:

@@ -14,6 +14,10 @@ UNSET, COMPUTED, END = "\ue000", "\ue001", "\ue002"
 """Signs (of Unicode's private use area) around the name of a variable without a value, or around the text of a command
 whose output is unknown."""
 UNKNOWN = re.compile(f"[{UNSET}{COMPUTED}][^{END}]*{END}")
+ANY = COMPUTED
+"""Key of the value that all elements of an array have which are not known."""
+EXTENDED = re.compile(r"[?*+@!]\(|\[:")
+"""Parts of a pattern that are not read here, as @(a|b) and [[:digit:]]."""
 _EFFORT = 5_000_000
 """Commands and characters of values that reading a script may take."""
 
@@ -35,17 +39,22 @@ def without_outputs(text: str) -> str:
 
 def shown(text: str) -> str:
     """Returns `text` with `$NAME` for every unknown value."""
-    return UNKNOWN.sub(lambda match: f"${match[0][1:-1]}", text)
+    return UNKNOWN.sub(lambda match: "$" + match[0][1:-1], text)
 
 
 def computed(text: str) -> str:
     """Returns the unknown value that the expression or command `text` has."""
-    return f"{COMPUTED}{shown(text)}{END}"
+    return COMPUTED + shown(text) + END
 
 
 def numbered(values: Iterable[str], start: int = 0) -> dict[str, str]:
     """Returns the elements of an array by key, from the key `start` on."""
     return {str(key): value for key, value in enumerate(values, start)}
+
+
+def element(elements: Mapping[str, str] | None, key: str) -> str:
+    """Returns an element of an array; an empty text if it is not set."""
+    return (elements or {}).get(key, (elements or {}).get(ANY, ""))
 
 
 def next_key(elements: Mapping[str, str]) -> int:
@@ -65,6 +74,8 @@ class Variables:
     """Elements by key, by name; a variable that is no array has the key 0. `@` has the arguments from 1."""
     keyed: set[str] = field(default_factory=set)
     """Names of arrays whose keys are texts."""
+    typed: set[str] = field(default_factory=set)
+    """Names that `declare` gives a type, or to another variable: what they have is unknown."""
     locals: list[dict[str, dict[str, str] | None]] = field(default_factory=list)
     """For every open function, what its local variables were outside."""
     folder: str = "."
@@ -87,12 +98,15 @@ class Variables:
         """Returns the elements of the variable `name` by key; None if it is not set."""
         if name in self.overrides:
             return {"0": self.overrides[name]}
+        if name in self.typed:
+            return {ANY: computed(name)}
         if name in self.values:
             return self.values[name]
         if name.isdigit() and name in self.values.get("@", {}):
             return {"0": self.values["@"][name]}
         standard = {
             "HOME": "~",
+            "IFS": " \t\n",
             "PWD": self.folder,
             "0": str(self.script),
             "BASH_SOURCE": str(self.script),
@@ -104,7 +118,7 @@ class Variables:
     def store(self, name: str, value: str, key: str = "0", *, append: bool = False) -> None:
         """Sets the element `key` of the variable `name`. `append`: add to its text."""
         elements = dict(self.values.get(name, {}))
-        elements[key] = elements.get(key, "") * append + value
+        elements[key] = element(elements, key) * append + value
         self.spend(len(elements) + len(elements[key]))
         self.values[name] = elements
 

@@ -22,11 +22,11 @@ from slimx.extras.foreign.scripts.shell.builtins import (
     change_folder,
     leave,
     printed_by,
-    read_file,
 )
 from slimx.extras.foreign.scripts.shell.conditions import tested
 from slimx.extras.foreign.scripts.shell.declarations import redirections
-from slimx.extras.foreign.scripts.shell.expansion import COMPUTED, END, computed
+from slimx.extras.foreign.scripts.shell.expansion import ANY, COMPUTED, END, computed
+from slimx.extras.foreign.scripts.shell.files import read_file
 from slimx.extras.foreign.scripts.shell.statements import Statements
 from slimx.extras.foreign.scripts.shell.syntax import check, parsed, text_in
 
@@ -40,10 +40,13 @@ def commands_of(
     assumed: bool = False,
 ) -> list[list[str]]:
     """Returns the words of every command that the script `text` of the file `script` would run, in order. `overrides`:
-    values of variables that the user set. `files`: receives the texts that the script writes, by path. `assumed`: what
-    the condition of an `if` is taken for if it is not known. Raises SlimxError if what it runs is not correct syntax,
-    or has no end."""
-    shell = Shell(script, overrides, files={} if files is None else files, assumed=assumed)
+    values of variables that the user set, and of arguments by number. `files`: receives the texts that the script
+    writes, by path. `assumed`: what the condition of an `if` is taken for if it is not known; if it is True, all items
+    of a `case` and what follows `&&` and `||` run, too. Raises SlimxError if what it runs is not correct syntax, or has
+    no end."""
+    arguments = {name: overrides[name] for name in sorted(filter(str.isdigit, overrides), key=int)}
+    variables = {name: value for name, value in overrides.items() if name not in arguments}
+    shell = Shell(script, variables, {"@": arguments}, files={} if files is None else files, assumed=assumed)
     try:
         shell.run(text)
     except Leave:
@@ -108,7 +111,7 @@ class Shell(Statements):
         before = {}
         for part in node.children:
             if part.type == "variable_assignment":
-                name = text_in(part).partition("=")[0]
+                name = text_in(part).partition("=")[0].rstrip("+")
                 before[name] = self.values.get(name)
                 self.assigned(part)
         status = self.called(words, stdin) if words else self.substituted
@@ -122,7 +125,7 @@ class Shell(Statements):
             return self.function(name, rest)
         if name in ("command", "builtin", "exec") and rest and not rest[0].startswith("-"):
             return self.called(rest, stdin)
-        script = self.script_in(words, stdin)
+        script = None if name in ("echo", "printf") else self.script_in(words, stdin)
         if script is not None:
             path, text, arguments = script
             return self.in_subshell(lambda: self.with_arguments(lambda: self.run(text), arguments, path))
@@ -131,7 +134,9 @@ class Shell(Statements):
                 return self.run(" ".join(rest))
             case "source" | ".":
                 file = self.file("".join(rest[:1]))
-                return file is None or self.with_arguments(lambda: self.run(file[1]), rest[1:] or None, file[0])
+                if file is not None:
+                    return self.with_arguments(lambda: self.run(file[1]), rest[1:] or None, file[0])
+                self.commands.append(words)
             case "exit" | "return" | "break" | "continue":
                 return leave(name, "".join(rest[:1]), self.status, subshell=self.in_parentheses)
             case "shift" if re.fullmatch(r"[0-9]{1,9}", "".join(rest or "1")):
@@ -144,10 +149,8 @@ class Shell(Statements):
                 printed = printed_by(["printf", *rest[2:]], self, None)
                 self.values[rest[1]] = {"0": computed(" ".join(words)) if printed is None else printed}
             case "read" | "mapfile" | "readarray":
-                array = name != "read" or re.search(r" -\w*a", " ".join(words))
                 for variable in filter(str.isidentifier, rest):
-                    # Of an array no element is known.
-                    self.values[variable] = {} if array else {"0": computed(" ".join(words))}
+                    self.values[variable] = {ANY: computed(" ".join(words))}
                 return None
             case "let":
                 return [truth(calculated(expression, self)) for expression in ["0", *rest]][-1]
@@ -160,7 +163,7 @@ class Shell(Statements):
                 self.outputs.append(printed)
                 if printed is None and not self.inside:
                     self.commands.append(words)
-                return True if printed is not None or name in EXPECTED_TO_SUCCEED else None
+                return True if printed is not None or EXPECTED_TO_SUCCEED.fullmatch(name) else None
         return True
 
     def function(self, name: str, arguments: Sequence[str]) -> bool | None:

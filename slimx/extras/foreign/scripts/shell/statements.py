@@ -14,7 +14,7 @@ from slimx.extras.foreign.scripts.shell.arithmetic import truth
 from slimx.extras.foreign.scripts.shell.builtins import Leave
 from slimx.extras.foreign.scripts.shell.conditions import holds, inverted, matches, tested
 from slimx.extras.foreign.scripts.shell.declarations import declared
-from slimx.extras.foreign.scripts.shell.expansion import computed, unknown_in, without_unset
+from slimx.extras.foreign.scripts.shell.expansion import computed, without_unset
 from slimx.extras.foreign.scripts.shell.syntax import check, text_in
 from slimx.extras.foreign.scripts.shell.words import Words
 
@@ -109,7 +109,7 @@ class Statements(Words):
         self.status = status
         if status is None and sign == "||" and self.inside:
             self.outputs.clear()  # what a missing package or file is replaced with
-        elif status != (sign == "&&"):
+        elif status != (sign == "&&") and not (status is None and self.assumed):
             return status
         return self.statement(second)
 
@@ -149,10 +149,9 @@ class Statements(Words):
         return True
 
     def case(self, node: Node) -> bool | None:
-        """Runs the first item of `case` whose pattern matches, and those into which it falls through."""
+        """Runs the first item of `case` whose pattern matches, and those into which it falls through; with `assumed`,
+        also those of which that is unknown."""
         value = without_unset(self.text(node.child_by_field_name("value")))
-        if unknown_in(value):
-            return None
         status: bool | None = True
         falls = False
         for item in node.children:
@@ -160,12 +159,16 @@ class Statements(Words):
                 continue
             check(item, self.script)
             self.spend(len(value) * len(item.children) // 10)
-            patterns = map(self.pattern, item.children_by_field_name("value"))
-            if falls or any(matches(value, pattern) for pattern in patterns):
+            results = [matches(value, self.pattern(part)) for part in item.children_by_field_name("value")]
+            taken = falls or True in results
+            known = taken or None not in results
+            if not (known or self.assumed):
+                return None
+            if taken or not known:
                 start = next(place for place, part in enumerate(item.children) if part.type == ")")
                 status = self.block(item.children[start + 1 :])
                 end = text_in(item.children[-1])
-                if end not in (";&", ";;&"):
+                if known and end not in (";&", ";;&"):
                     break
                 falls = end == ";&"
         return status
@@ -215,7 +218,8 @@ class Statements(Words):
         words = []
         for node in nodes:
             inner = node.type in ("binary_expression", "unary_expression", "parenthesized_expression")
-            words += self.operands(node.children) if inner else self.fields(node)
+            found = self.operands(node.children) if inner else self.fields(node)
+            words += [word for word in found if "expansion" not in node.type or without_unset(word)]
         return words
 
     def output(self, node: Node) -> str:

@@ -50,8 +50,9 @@ def parsed(text: str) -> Node:
             if _ends_line(node, source):
                 mended[node.end_byte] = b";"
         for node in found.get("dollar", []):
-            name = re.compile(rb"[A-Za-z_]\w*").match(source, node.end_byte)
-            if name and node.parent is not None and node.parent.type != "simple_expansion":
+            name = re.compile(rb"\d|[A-Za-z_]\w*").match(source, node.end_byte)
+            parent = node.parent
+            if name and parent and (parent.type, parent.end_byte) != ("simple_expansion", name.end()):
                 mended |= {node.end_byte: b"{", name.end(): b"}"}
         if not mended:
             break

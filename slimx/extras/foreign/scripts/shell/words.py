@@ -1,7 +1,8 @@
 """Words of a script: their quotes and expansions, without running anything.
 
-A word that is expanded is a text with three signs: `_KEPT` before every character that is quoted, so that it neither
-divides the word nor belongs to a pattern; `_EMPTY` for quotes, which keep an empty word; `_NEXT` between two fields.
+A word that is expanded is a text with four signs: `_KEPT` before every character that is quoted, so that it neither
+divides the word nor belongs to a pattern; `_CUT` before one that divides it where a command has words; `_EMPTY` for
+quotes, which keep an empty word; `_NEXT` between two fields.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from tree_sitter import Node
 
 from slimx.extras.foreign.scripts.shell.arithmetic import calculated, key_of
 from slimx.extras.foreign.scripts.shell.expansion import (
+    ANY,
     END,
+    EXTENDED,
     UNKNOWN,
     UNSET,
     Variables,
     computed,
     edited,
+    element,
     next_key,
     numbered,
     unknown_in,
@@ -30,7 +34,7 @@ from slimx.extras.foreign.scripts.shell.expansion import (
 )
 from slimx.extras.foreign.scripts.shell.syntax import check, start_of, text_in
 
-_KEPT, _EMPTY, _NEXT = "\ue003", "\ue004", "\ue005"
+_KEPT, _EMPTY, _NEXT, _CUT = "\ue003", "\ue004", "\ue005", "\ue006"
 _ALL = ("@", "*")
 _BRACES = re.compile(rf"(?<!{_KEPT})\{{((?:[^{{}}{_KEPT}]|{_KEPT}.)*)\}}", re.DOTALL)
 _SEVERAL = re.compile(rf"(?<!{_KEPT}),|^-?\w+\.\.")
@@ -55,7 +59,7 @@ class Words(Variables):
             if any(map(_SEVERAL.search, _BRACES.findall(word))):
                 fields.append(computed(_plain(word)))
             else:
-                fields += [_plain(field) for field in re.split(rf"(?<!{_KEPT})\s", word) if field]
+                fields += [_plain(field) for field in re.split(rf"(?s){_CUT}.|(?<!{_KEPT})\s", word) if field]
         self.spend(sum(map(len, fields)) + 50 * len(fields))
         return fields
 
@@ -121,9 +125,9 @@ class Words(Variables):
                 return self._parameter(node, context)
             case "arithmetic_expansion" | "command_substitution" if re.match(r"\$\(\(.*\)\)|\$\[", text, re.DOTALL):
                 bracket = text[1] == "["
-                return _emitted([self.arithmetic(node, start + 3 - bracket, end - 2 + bracket)], context)
+                return self._emitted([self.arithmetic(node, start + 3 - bracket, end - 2 + bracket)], context)
             case "command_substitution":
-                return _emitted([self.output(node)], context)
+                return self._emitted([self.output(node)], context)
             case "process_substitution":
                 return _quoted(computed(text))
         return self._between(node, node.start_byte, end, context)
@@ -168,13 +172,15 @@ class Words(Variables):
         elements = self.elements("@" if name in _ALL else name)
         if name in _ALL or key in _ALL:
             return self._all(list((elements or {}).values()), context, name if name in _ALL else key)
-        return _emitted([f"{UNSET}{name}{END}" if elements is None else elements.get(key, "")], context)
+        if elements is None and not (name.isdigit() and self.locals):  # a function's arguments are all known
+            return self._emitted([UNSET + name + END], context)
+        return self._emitted([element(elements, key)], context)
 
     def _all(self, values: Sequence[str], context: Context, key: str) -> str:
         """Returns values as fields of their own; quotes join them by the first character of IFS for the key `*`."""
         if key == "*" and context == "quoted":
-            values = [(self.elements("IFS") or {"0": " "})["0"][:1].join(values)]
-        return _emitted(values, context)
+            values = [element(self.elements("IFS"), "0")[:1].join(values)]
+        return self._emitted(values, context)
 
     def _parameter(self, node: Node, context: Context) -> str:
         """Returns the text of `${...}` with its signs."""
@@ -183,39 +189,44 @@ class Words(Variables):
         prefix = text_in(parts.pop(0)) if len(parts) > 1 and not parts[0].is_named else ""
         name, key = self._element(parts.pop(0))
         if prefix == "!":
-            return _emitted([computed(text_in(node))], context)
+            return self._emitted([computed(text_in(node))], context)
         elements = self.elements(name)
         values = [value for place, value in (elements or {}).items() if key in (place, *_ALL)]
+        values = values or list(filter(None, [element(elements, ANY)]))
         self.spend(sum(map(len, values)) // 10)
         if prefix == "#":
             length = str(len(values) if key in _ALL else len("".join(values)))
-            return _emitted([computed(f"#{name}") if unknown_in("".join(values)) else length], context)
+            return self._emitted([computed("#" + name) if unknown_in("".join(values)) else length], context)
         if not parts:
             return self._values(name, context, key)
         sign, rest = text_in(parts[0]), (parts[0].end_byte, node.end_byte - 1)
         if sign.strip(":") not in ("-", "=", "+", "?"):
             if elements is None and key not in _ALL:
                 return self._values(name, context)
-            if sign[0] in ":@/":
-                return _emitted([computed(text_in(node))], context)
             pattern = _pattern(self._between(node, *rest, "bare"))
+            if sign[0] in ":@/" or (sign[0] in ",^" and pattern) or EXTENDED.search(pattern):
+                return self._emitted([computed(text_in(node))], context)
             return self._all([edited(value, sign, pattern, self) for value in values], context, key)
         has = bool(values) and (sign[0] != ":" or bool(without_unset("".join(values))))
         if has and sign[-1] != "+":
             return self._all(values, context, key)
         if sign[-1] == "?":
-            return _emitted([f"{UNSET}{name}{END}"], context)
+            return self._emitted([UNSET + name + END], context)
         default = self._between(node, *rest, context) if sign[-1] != "+" or has else ""
         if sign[-1] == "=":
             self.store(name, _plain(default), key)
-        return default or _emitted([""], context)
+        return default or self._emitted([""], context)
 
-
-def _emitted(values: Sequence[str], context: Context) -> str:
-    """Returns values as fields of their own; what is unknown in them is not divided."""
-    if context == "quoted":
-        return _NEXT.join(map(_quoted, values))
-    return _NEXT.join(re.sub(f"{UNKNOWN.pattern}|[{{}},]", lambda found: _quoted(found[0]), value) for value in values)
+    def _emitted(self, values: Sequence[str], context: Context) -> str:
+        """Returns values as fields of their own; what is unknown in them is not divided, and the rest at IFS."""
+        if context == "quoted":
+            return _NEXT.join(map(_quoted, values))
+        signs = element(self.elements("IFS"), "0")
+        parts = rf"{UNKNOWN.pattern}|[{{}},\s{re.escape(signs)}]"
+        return _NEXT.join(
+            re.sub(parts, lambda found: _CUT + found[0] if found[0] in signs else _quoted(found[0]), value)
+            for value in values
+        )
 
 
 def _quoted(text: str) -> str:
@@ -224,8 +235,8 @@ def _quoted(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Returns a text without its signs."""
-    return re.sub(f"{_KEPT}|{_EMPTY}", "", text.replace(_NEXT, " "))
+    return re.sub(f"[{_KEPT}{_EMPTY}{_CUT}]", "", text.replace(_NEXT, " "))
 
 
 def _pattern(text: str) -> str:
-    return _plain(re.sub(f"{_KEPT}(.)", lambda kept: glob.escape(kept[1]), text, flags=re.DOTALL))
+    return _plain(re.sub(_KEPT + "(.)", lambda kept: glob.escape(kept[1]), text, flags=re.DOTALL))
