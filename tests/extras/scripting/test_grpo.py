@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -100,6 +101,7 @@ def test_prompts_may_be_a_file_texts_or_rows_of_any_iterable(model: Path, starte
         (Frame(), digits, "script.prompts"),
         (None, digits, "script.prompts"),
         ([{"prompt": object()}], digits, "script.prompts"),
+        ([{"prompt": "\ud800"}], digits, "script.prompts"),
         ([], digits, "prompts.empty"),
         ("nothing.jsonl", digits, "prompts.unreadable"),
         ([{"prompt": "a"}] * 8, None, "script.reward"),
@@ -134,6 +136,11 @@ def test_an_argument_of_another_framework_is_refused_with_that_to_use(
     with refused("script.argument", about=name) as refusal:
         quiet(model, ROWS, digits, **{name: value})
     assert instead in str(refusal.value) and not started
+
+
+def test_a_number_of_steps_may_be_one_of_numpy(model: Path, started: list[slimx.Config]):
+    result = quiet(model, ROWS, digits, steps=np.int64(3))
+    assert slimx.load_config(result / "grpo.yaml").schedule.steps == started[0].schedule.steps == 3
 
 
 @pytest.mark.parametrize("steps", [0, -1, "10", 1.5, None])
@@ -172,6 +179,20 @@ def test_a_directory_with_other_files_is_kept_after_a_refusal(model: Path, start
     with pytest.raises(SlimxError):
         quiet(model, ROWS, digits, directory="mine", overrides={"schedule.steps": 0})
     assert Path("mine/notes.txt").exists()
+
+
+def test_an_empty_directory_is_empty_after_a_refusal(model: Path, started: list[slimx.Config]):
+    Path("mine").mkdir()
+    with refused("prompts.type", about=None):
+        quiet(model, [{"prompt": "a", "answer": "1"}, {"prompt": 5, "answer": "1"}], digits, directory="mine")
+    assert not [*Path("mine").iterdir()]
+
+
+def test_another_directory_among_the_overrides_is_refused(model: Path, started: list[slimx.Config]):
+    with refused("script.directory", about="run.dir"):
+        quiet(model, ROWS, digits, overrides={"run.dir": "elsewhere"})
+    assert not Path("runs").exists() and not Path("elsewhere").exists() and not started
+    quiet(model, ROWS, digits, directory="mine", overrides={"run.dir": "./mine/"})
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -285,10 +306,23 @@ def test_rows_that_a_run_reads_are_replaced_by_no_later_call(model: Path, starte
     assert len([*run.rglob("prompts.jsonl")]) == 3, "with that of the fixture"
 
 
-def test_a_directory_that_cannot_be_created_is_refused(model: Path, started: list[slimx.Config]):
+@pytest.mark.parametrize("name", ["file", "file/run", "a" * 300])
+def test_a_directory_that_cannot_be_created_is_refused(model: Path, started: list[slimx.Config], name: str):
     Path("file").write_text("")
-    with refused("script.directory", about="file/run"):
-        quiet(model, ROWS, digits, directory="file/run")
+    with refused("script.directory", about=name):
+        quiet(model, ROWS, digits, directory=name)
+
+
+def test_an_edited_file_of_rows_is_not_trained_on(model: Path, started: list[slimx.Config], run: Path):
+    (file,) = run.rglob("prompts.jsonl")
+    rows = file.read_bytes()
+    file.write_bytes(rows[: len(rows) // 2])
+    before = contents(run)
+    with refused("run.fork", about=None):
+        quiet(model, ROWS, digits, directory=run, overrides={"run.fork": "nowhere"})
+    assert contents(run) == before
+    quiet(model, ROWS, digits, directory=run)
+    assert file.read_bytes() == rows
 
 
 def test_an_error_about_rows_names_the_file_of_the_run(model: Path, started: list[slimx.Config]):
