@@ -287,15 +287,17 @@ def _claimed(directory: Path | None) -> Iterator[Path]:
 @contextmanager
 def _undone(directory: Path) -> Iterator[ExitStack]:
     """Yields a stack of calls that undo changes in the run's directory. They are made if the `with` block fails before
-    any part of the run has written a log; then the directory has no new lock file, either."""
+    any part of the run has written a log, except if another process has locked the directory. A lock file that was not
+    there is removed, too."""
     logs = logs_in(directory)
     lock = directory / LOCK
     was_locked = lock.exists()
     undo = ExitStack()
     try:
         yield undo
-    except BaseException:
-        # Another process that has begun to train meanwhile keeps the files that it reads.
+    except BaseException as error:
+        if isinstance(error, SlimxError) and error.code == "run.locked":
+            raise  # the other process may read these files, such as the same rows
         with suppress(SlimxError), locked(directory):
             if logs_in(directory) == logs:
                 undo.close()

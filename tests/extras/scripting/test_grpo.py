@@ -237,6 +237,35 @@ def test_a_refused_call_leaves_every_file_as_it_was(
         again("run.locked")
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_ctrl_c_before_the_run_leaves_every_file_as_it_was(
+    model: Path, started: list[slimx.Config], run: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
+):
+    def interrupt(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    before = contents(run)
+    if begins:
+        monkeypatch.setattr(start, "train", interrupt)
+    else:
+        monkeypatch.setattr(room, "checked_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quiet(model, ROWS[:32], digits, eval=ROWS[:3], directory=run)
+    assert contents(run) == before
+
+
+def test_a_locked_directory_keeps_rows_that_the_other_process_may_read(
+    model: Path, started: list[slimx.Config], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(config: slimx.Config, console: Console) -> Any:  # the other process passed the same rows
+        raise SlimxError("another process is training", code="run.locked")
+
+    monkeypatch.setattr(start, "train", refuse)
+    with refused("run.locked", about=None):
+        quiet(model, ROWS, digits, directory="runs/both")
+    assert len([*Path("runs/both").rglob("prompts.jsonl")]) == 1
+
+
 def test_a_run_that_has_begun_keeps_its_new_files(
     model: Path, started: list[slimx.Config], run: Path, monkeypatch: pytest.MonkeyPatch
 ):
