@@ -27,6 +27,7 @@ from slimx.extras.init.settings import Setting, values_of
 from slimx.extras.scripting.alone import alone
 from slimx.extras.scripting.functions import Hook, with_hooks
 from slimx.extras.scripting.result import RunResult
+from slimx.extras.scripting.rows import Rows
 from slimx.extras.scripting.training import standard_output, train
 from slimx.json_types import Json
 from slimx.observability.live.run_lock import LOCK, check_usable, locked
@@ -224,7 +225,8 @@ def _remove(file: Path) -> None:
 def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> bytes:
     """Returns `rows` as JSON lines in UTF-8. Raises SlimxError if one cannot be written."""
     # The entries of a pandas.DataFrame are names of its columns, those of a DatasetDict names of its splits.
-    if not isinstance(rows, Iterable) or isinstance(rows, Mapping) or hasattr(rows, "columns"):
+    columnar = isinstance(rows, Mapping) or hasattr(rows, "columns") and not isinstance(rows, Rows)
+    if columnar or not isinstance(rows, Iterable):
         raise SlimxError(
             f"{argument} is of type {type(rows).__name__}, whose entries are not rows; pass a list of dicts, such as "
             "frame.to_dict('records') or one split of a data set, or the path of a file",
@@ -291,7 +293,7 @@ def _undone(directory: Path) -> Iterator[ExitStack]:
     there is removed, too."""
     logs = logs_in(directory)
     lock = directory / LOCK
-    was_locked = lock.exists()
+    had_lock = lock.exists()
     undo = ExitStack()
     try:
         yield undo
@@ -301,6 +303,6 @@ def _undone(directory: Path) -> Iterator[ExitStack]:
         with suppress(SlimxError), locked(directory):
             if logs_in(directory) == logs:
                 undo.close()
-                if not was_locked:
+                if not had_lock:
                     lock.unlink()
         raise

@@ -17,6 +17,7 @@ from slimx.errors import SlimxError
 from slimx.extras.init.machine import Target
 from slimx.extras.quickstart.make_model import make_model
 from slimx.extras.scripting import grpo as room
+from slimx.extras.scripting.rows import Rows
 from slimx.observability.live.run_lock import locked
 from slimx.orchestration.state.saves import Saves
 from tests.refusals import refused
@@ -88,9 +89,9 @@ def test_a_second_call_is_another_run_unless_it_names_the_directory(model: Path,
 def test_prompts_may_be_a_file_texts_or_rows_of_any_iterable(model: Path, started: list[slimx.Config], tmp_path: Path):
     quiet(model, ROWS, digits)
     file = started[0].rollout.prompts
-    for prompts in (file, Path(file), (row["prompt"] for row in ROWS), tuple(ROWS)):
+    for prompts in (file, Path(file), (row["prompt"] for row in ROWS), tuple(ROWS), Rows(ROWS)):
         quiet(model, prompts, digits)
-    assert [config.rollout.prompts for config in started[1:3]] == [file, file] and len(started) == 5
+    assert [config.rollout.prompts for config in started[1:3]] == [file, file] and len(started) == 6
 
 
 @pytest.mark.parametrize(
