@@ -25,7 +25,7 @@ Overrides = Annotated[
 ]
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(help="Hugging Face checkpoint that the engines load; default: the initial weights of the run."),
+    typer.Option(help="Hugging Face checkpoint for the engines; default: the run's initial weights."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Also print the traceback of an error.")]

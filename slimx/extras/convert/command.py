@@ -39,7 +39,7 @@ Source = Annotated[Path, typer.Argument(help="Directory of the checkpoint.")]
 Out = Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")]
 Dtype = Annotated[
     Literal["stored", "bfloat16", "float32"],
-    typer.Option(help="Dtype of the converted weights; stored: dtype of the source, with fp8 converted to bf16."),
+    typer.Option(help="Dtype of the weights in OUT; stored: as in SOURCE, with fp8 converted to bf16."),
 ]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Read the output again, check its checksums, and compare values with SOURCE.")
@@ -62,17 +62,11 @@ def hf_to_megatron(
     dtype: Dtype = "stored",
     layout: Annotated[
         str,
-        typer.Option(
-            help="Parallel sizes of the job that will load OUT, such as tensor=8,pipeline=2,expert=8, so that each "
-            "rank reads separate files. Any other layout can load OUT too."
-        ),
+        typer.Option(help="Parallel sizes of the job that will load OUT, e.g. tensor=8,pipeline=2."),
     ] = "",
     layers: Annotated[
         Literal["auto", "numbered", "stacked"],
-        typer.Option(
-            help="Keys of the layers in OUT: numbered (required by slime and Miles for models with experts), or "
-            "stacked under one key; auto: numbered for models with experts, else stacked."
-        ),
+        typer.Option(help="Keys of layers in OUT; auto: numbered for models with experts, else stacked."),
     ] = "auto",
     file_size: FileSize = 0.5,
     verify: Verify = False,
@@ -139,7 +133,7 @@ def hf_to_fp8(
     out: Out,
     rule: Annotated[
         Literal["ieee", "triton", "te", "ue8m0"],
-        typer.Option(help="Rule by which scales are computed (docs/numerics.md); ue8m0 for DeepGEMM on Blackwell."),
+        typer.Option(help="Rule of the scales (docs/numerics.md); ue8m0 for DeepGEMM on Blackwell."),
     ] = "ieee",
     dtype: Dtype = "stored",
     file_size: FileSize = 2,

@@ -37,9 +37,7 @@ def doctor(
     ] = False,
     say: Annotated[
         list[str] | None,
-        typer.Option(
-            help="With --hooks: text that the engine returns first, such as a tool call; repeat for later turns."
-        ),
+        typer.Option(help="With --hooks: text that the engine returns first; repeat for later turns."),
     ] = None,
     gap: Annotated[
         bool,

@@ -15,11 +15,11 @@ EVALUATIONS = "eval"
 per evaluation."""
 
 
-def evaluation_config(config: Config, checkpoint: Path | None) -> Config:
-    """Returns the configuration for `slimx eval`, whose engines load `checkpoint`. Raises SlimxError if the command
-    cannot start."""
+def evaluation_config(config: Config, checkpoint: Path | None, option: str = "--checkpoint") -> Config:
+    """Returns the configuration for `slimx eval`, whose engines load `checkpoint`. `option`: name of `checkpoint` for
+    errors. Raises SlimxError if the evaluation cannot start."""
     options = config.eval.model_copy(update={"every": None})  # a run may have eval.prompts without eval.every
-    config = without_trainers(config.model_copy(update={"eval": options}), checkpoint)
+    config = without_trainers(config.model_copy(update={"eval": options}), checkpoint, option)
     if not config.eval.files:
         raise SlimxError(
             "eval.prompts is null, so there is nothing to evaluate; set eval.prompts to a file of prompts",

@@ -61,10 +61,10 @@ def check_generation(config: Config, directory: Path, saves: Saves) -> None:
         )
 
 
-def without_trainers(config: Config, checkpoint: Path | None) -> Config:
+def without_trainers(config: Config, checkpoint: Path | None, option: str = "--checkpoint") -> Config:
     """Returns a copy of `config` for a command without trainers, whose engines load the Hugging Face directory
-    `checkpoint`, or, if that is None, the weights from which training would start. Raises SlimxError for weights that
-    engines cannot load."""
+    `checkpoint`, or, if that is None, the weights from which training would start. `option`: name of `checkpoint` for
+    errors. Raises SlimxError for weights that engines cannot load."""
     if any(policy.shares is None for policy in config.policies.values()):
         raise SlimxError(
             "slimx generate and slimx eval do not support several trained policies; evaluate during training "
@@ -83,7 +83,7 @@ def without_trainers(config: Config, checkpoint: Path | None) -> Config:
     if weights is None and config.trainer.load:
         weights = Path(config.trainer.load)
     if weights is not None:
-        _check_loadable(weights, "--checkpoint" if checkpoint else "trainer.load", config.model.path)
+        _check_loadable(weights, option if checkpoint else "trainer.load", config.model.path)
     groups = []
     for group in config.rollout.engines:
         if not group.frozen and group.urls:

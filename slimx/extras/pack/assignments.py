@@ -137,7 +137,7 @@ def _value(text: str, kind: Kind, name: int, at: int, *, quoted: bool) -> tuple[
         closing = re.compile(rf"[^\n{before}]*").match(text, at)
         return closing and _span(text, kind, at, closing.end())
     block = _BLOCK.match(text, at)
-    if block is not None and starts and (kind == "password" or block[0]):
+    if block is not None and starts and (kind == "password" or block[0] or re.search(r"[Kk]eys\W*$", text[name:at])):
         return _block(text, name - begin, block.end())
     pattern = _WORDS if kind == "password" else _WORD
     value = pattern.match(text, at)

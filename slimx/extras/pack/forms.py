@@ -44,10 +44,10 @@ FORMS = [
         r"(?<=://)[^\s/\"'<>:@]{0,100}:[^\s\"'<>]{1,200}(?=@[\w.\[-])",
         r"(?<=://)[^\s/\"'<>]{1,300}(?=@)",
         r"(?i)(?<=[?&;])(?:[\w.-]{0,60}(?:token|key|secret|signature|password|credential|auth|code|session)|sig|sas"
-        r"|pwd|pass)=[^\s&\"'#<>]+",
+        r"|pwd|pass)=[^\s&\"'#<>\\]+",
         r"(?i)(?:(?<=hooks\.slack\.com/)|(?<=api\.telegram\.org/bot)|(?<=webhook\.office\.com/)|(?<=hc-ping\.com/)"
         r"|(?<=open\.feishu\.cn/)|(?<=open\.larksuite\.com/))"
-        r"[^\s\"'<>]+",
+        r"[^\s\"'<>\\]+",
         r"(?<![\w.+-])[\w.+-]{1,100}@(?!\d+\.)[\w-]{1,100}(?:\.[\w-]{1,100}){0,8}\.[A-Za-z]{2,}",
     )
 ]
@@ -69,7 +69,7 @@ AFTER = [
     re.compile(
         r"(\blogin(?:\s|\\+n){1,20}[^\s\\]{1,100}(?:\s|\\+n){1,20}password(?:\s|\\+n){1,20})(?!\[removed)[^\s\"'\\]+"
     ),
-    re.compile(r"(?i)(://[^\s\"'<>]{1,200}?/(?:(?:web)?hooks?|with/key)/)[^\s\"'<>]+"),
+    re.compile(r"(?i)(://[^\s\"'<>]{1,200}?/(?:(?:web)?hooks?|with/key)/)[^\s\"'<>\\]+"),
     re.compile(
         r"(?i)((?:%22|&quot;|&#34;)[\w-]{0,60}(?:token|key|secret|password|passwd|auth)(?:%22|&quot;|&#34;)\s?(?::|%3A)"
         r"\s?(?:%22|&quot;|&#34;))[^\s%&\"]+"
@@ -85,7 +85,14 @@ AFTER = [
         r"|(?:key|token|secret|password) ))"
         rf"{_RANDOM}(?![\w+/])"
     ),
-    re.compile(r"(?i)(\bIDENTIFIED BY (?:PASSWORD )?[\"'])[^\"'\n]+"),
+    re.compile(
+        r"((?i:\bIDENTIFIED BY (?:PASSWORD )?[\"'])|\bSecret(?:Str|Bytes)\(b?\\*[\"'])(?!\*{3}|\[removed)"
+        r"[^\"'\n]+?(?=\\*[\"'\n]|\Z)"
+    ),
+    re.compile(
+        r"((?<![\w.*:/-])[\w.*-]{1,100}:(?:[56]43\d|\*):[\w.*-]{1,60}:[\w.*-]{1,60}:"  # .pgpass of PostgreSQL
+        r"|--from-literal[ =]\\*[\"']?[\w.-]{1,100}=)(?!\[removed)(?:\\+:|[^\s\"'\\])+"
+    ),
 ]
 """Secrets that only the words before them show."""
 COLOR = re.compile(r"(?:\x1b|\\{1,8}(?:(?:u00|x)1b|e))\[[\d;]*m")

@@ -31,7 +31,8 @@ def evaluate(
     Raises the same errors as `slimx.train`."""
     config = with_hooks(configured(source, overrides), generate=generate, reward=reward)
     with alone():
-        config = evaluation_config(config, None if checkpoint is None else Path(checkpoint).expanduser())
+        path = None if checkpoint is None else Path(checkpoint).expanduser()
+        config = evaluation_config(config, path, "checkpoint")
         from slimx.extras.evaluation.run import run_evaluation  # imports torch, which the checks do not need
 
         return run_evaluation(config, note)

@@ -27,6 +27,7 @@ from slimx.extras.init.settings import Setting, values_of
 from slimx.extras.scripting.alone import alone
 from slimx.extras.scripting.functions import Hook, with_hooks
 from slimx.extras.scripting.result import RunResult
+from slimx.extras.scripting.rows import Rows
 from slimx.extras.scripting.training import standard_output, train
 from slimx.json_types import Json
 from slimx.observability.live.run_lock import LOCK, check_usable, locked
@@ -39,7 +40,7 @@ NAMES = {"prompts": "prompts.jsonl", "eval": "heldout.jsonl"}
 """Names of files with rows, by the argument that passes them."""
 ROWS = "rows"
 """Directory in the run's directory that contains these files."""
-DIGITS = 8
+DIGITS = 16
 """Number of digits of a digest of rows."""
 FILE = "grpo.yaml"
 """File in the run's directory with the settings that `grpo` has chosen and their comments."""
@@ -113,19 +114,25 @@ def grpo(
             reward=found.reward or "exact",
             why=found.why,
             algorithm="grpo",
-            steps=steps,
+            steps=operator.index(steps),
             max_tokens=None,
             directory=str(chosen),
         )
         settings = settings_of(wishes, found, target(None, None, None))
         config = load_config(values_of(settings), overrides)
+        if Path(config.run.dir) != chosen:
+            raise SlimxError(
+                f"overrides sets run.dir to {config.run.dir}; pass directory= instead",
+                code="script.directory",
+                about="run.dir",
+            )
         config = with_hooks(config, generate=generate, reward=reward, keep=keep)
         text = checked_file(_final(settings, config), TITLE, str(chosen / FILE))
         check_training(config)
         done = _finished(config)
         if not done:
             with locked(chosen):
-                _write(chosen / FILE, text, undo)
+                _write(chosen / FILE, text.encode(), undo)
             console.print(plain(f"settings {chosen / FILE}"))
         result = train(config, console=console)
         if done:  # nothing was trained on new rows
@@ -192,20 +199,20 @@ def _file(prompts: Prompts, argument: str, directory: Path, undo: ExitStack) -> 
     if isinstance(prompts, str | os.PathLike):
         return str(prompts)
     text = _lines(prompts, argument)
-    file = directory / ROWS / fingerprint(text.encode())[:DIGITS] / NAMES[argument]
-    if not file.exists():
+    file = directory / ROWS / fingerprint(text)[:DIGITS] / NAMES[argument]
+    if not file.exists() or file.read_bytes() != text:  # an edited file, too
         _write(file, text, undo)
     return str(file)
 
 
-def _write(file: Path, text: str, undo: ExitStack) -> None:
+def _write(file: Path, text: bytes, undo: ExitStack) -> None:
     """Writes a file, and adds the call that restores or removes it to `undo`."""
     if file.exists():
         undo.callback(replace_synced, file, file.read_bytes())
     else:
         undo.callback(_remove, file)
         file.parent.mkdir(parents=True, exist_ok=True)
-    replace_synced(file, text.encode())
+    replace_synced(file, text)
 
 
 def _remove(file: Path) -> None:
@@ -215,10 +222,11 @@ def _remove(file: Path) -> None:
             folder.rmdir()
 
 
-def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> str:
-    """Returns `rows` as JSON lines. Raises SlimxError if one cannot be written."""
+def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> bytes:
+    """Returns `rows` as JSON lines in UTF-8. Raises SlimxError if one cannot be written."""
     # The entries of a pandas.DataFrame are names of its columns, those of a DatasetDict names of its splits.
-    if not isinstance(rows, Iterable) or isinstance(rows, Mapping) or hasattr(rows, "columns"):
+    columnar = isinstance(rows, Mapping) or hasattr(rows, "columns") and not isinstance(rows, Rows)
+    if columnar or not isinstance(rows, Iterable):
         raise SlimxError(
             f"{argument} is of type {type(rows).__name__}, whose entries are not rows; pass a list of dicts, such as "
             "frame.to_dict('records') or one split of a data set, or the path of a file",
@@ -236,7 +244,7 @@ def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> str:
             )
         values = {"prompt": row} if isinstance(row, str) else dict(row)
         try:
-            lines.append(json.dumps(values, ensure_ascii=False, allow_nan=False))
+            lines.append(json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n")
         except (TypeError, ValueError) as error:
             raise SlimxError(
                 f"{argument}: entry {number} cannot be written as JSON ({error}); keep texts, numbers and lists",
@@ -245,7 +253,7 @@ def _lines(rows: Iterable[Mapping[str, object] | str], argument: str) -> str:
             ) from None
     if not lines:
         raise SlimxError(f"{argument} is empty; pass at least one row", code="prompts.empty", about=argument)
-    return "".join(f"{line}\n" for line in lines)
+    return b"".join(lines)
 
 
 @contextmanager
@@ -254,10 +262,10 @@ def _claimed(directory: Path | None) -> Iterator[Path]:
     so that no other process gets it, and removes it if the `with` block fails and has left nothing in it. Raises
     SlimxError if it cannot be created."""
     path = directory or Path("runs/grpo")
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     number = 1
     while True:
         try:
+            missing = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=directory is not None)
             break
         except OSError as error:
@@ -273,27 +281,28 @@ def _claimed(directory: Path | None) -> Iterator[Path]:
         yield path
     except BaseException:
         with suppress(OSError):  # other files are in the directory
-            if directory is None or path in missing:
-                if os.listdir(path) == [LOCK]:
-                    (path / LOCK).unlink()
-                path.rmdir()
-                for folder in missing:
-                    if folder != path and folder in path.parents:
-                        folder.rmdir()
+            for folder in missing:
+                folder.rmdir()
         raise
 
 
 @contextmanager
 def _undone(directory: Path) -> Iterator[ExitStack]:
-    """Yields a stack of calls that undo changes in the run's directory. It makes them if the `with` block fails before
-    any part of the run has written a log."""
+    """Yields a stack of calls that undo changes in the run's directory. They are made if the `with` block fails before
+    any part of the run has written a log, except if another process has locked the directory. A lock file that was not
+    there is removed, too."""
     logs = logs_in(directory)
+    lock = directory / LOCK
+    had_lock = lock.exists()
     undo = ExitStack()
     try:
         yield undo
-    except BaseException:
-        # Another process that has begun to train meanwhile keeps the files that it reads.
+    except BaseException as error:
+        if isinstance(error, SlimxError) and error.code == "run.locked":
+            raise  # the other process may read these files, such as the same rows
         with suppress(SlimxError), locked(directory):
             if logs_in(directory) == logs:
                 undo.close()
+                if not had_lock:
+                    lock.unlink()
         raise

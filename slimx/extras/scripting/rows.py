@@ -60,14 +60,12 @@ class Rows(list[Json]):
                 break
             written += 1
             lines = [line + cell.rjust(width) for line, cell in zip(lines, cells, strict=True)]
-        names = ", ".join(columns[written:])
-        more = f"; further columns: {_cut(names, WIDTH)}" if names else ""
-        return "\n".join(
-            [
-                *(line for line in lines if columns),
-                f"{counted(len(self), 'row')}, {counted(len(columns), 'column')}{more}",
-            ]
-        )
+        last = f"{counted(len(self), 'row')}, {counted(len(columns), 'column')}"
+        if not columns:
+            return last
+        if written < len(columns):
+            last += f"; further columns: {_cut(', '.join(columns[written:]), WIDTH)}"
+        return "\n".join([*lines, last])
 
     def _check(self, names: Iterable[str]) -> None:
         """Raises KeyError for a column that no row has."""

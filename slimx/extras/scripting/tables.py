@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import SupportsIndex
 
 from slimx.config.schema import Config
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, safe_repr
 from slimx.extras.scripting.rows import Rows
 from slimx.extras.watch.rollouts import Choice, step_of, steps_of
 from slimx.json_types import Json
@@ -17,7 +18,13 @@ Run = str | os.PathLike[str] | Config
 
 
 def directory_of(run: Run) -> Path:
-    """Returns the directory of `run`. Raises SlimxError if there is no run in it."""
+    """Returns the directory of `run`. Raises SlimxError if there is no run in it, or if it is no path."""
+    if not isinstance(run, str | os.PathLike | Config):
+        raise SlimxError(
+            f"run is {safe_repr(run)}; pass the directory of a run, or a result of slimx.train",
+            code="script.run",
+            about="run",
+        )
     directory = Path(run.run.dir if isinstance(run, Config) else run).expanduser()
     check_run(directory)
     return directory
@@ -51,6 +58,10 @@ def rollouts(run: Run, step: int | None = None, *, group: str | None = None, rew
                     about=name,
                 )
         return Rows(steps_of(directory)["steps"])
+    if not isinstance(step, SupportsIndex):
+        raise SlimxError(
+            f"slimx.rollouts: step is {safe_repr(step)}; pass a whole number", code="rollouts.options", about="step"
+        )
     rows = Rows()
     for values in step_of(directory, step, Choice(group=group, reward_below=reward_below, limit=0))["groups"]:
         for trajectory in values["trajectories"]:

@@ -4,14 +4,18 @@ prefix `trl:` of `reward.function`."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from slimx.config.schema import Config
+from slimx.config.sections.rollout import PromptSet, RowFields
+from slimx.data.prompts.rows import read_rows
 from slimx.data.records import Group, Trajectory
 from slimx.dotted import imported
-from slimx.errors import SlimxError, safe_repr
+from slimx.errors import SlimxError, raised, safe_repr
 from slimx.extras.scripting.alone import without_loop
 from slimx.json_types import Json
 
@@ -74,11 +78,25 @@ def load_reward(key: str, path: str, options: Json, *, group: bool, facts: Json)
                 code="trl.signature",
                 about=path,
             )
-    return TrlReward(function, path, options)
+    return TrlReward(function, path, options, facts["texts"])
 
 
 def facts(config: Config) -> Json:
-    return {}
+    """Returns `texts`: True if the training prompts are texts in a column that is named prompt, as in data sets of TRL
+    that are not conversational. The first row of each file decides."""
+    rollout = config.rollout
+    files = [*rollout.sources]
+    if rollout.prompts is not None:
+        files.append(PromptSet(path=rollout.prompts, name=""))
+    return {"texts": bool(files) and all(_has_texts(file, file.fields or rollout.fields) for file in files)}
+
+
+def _has_texts(file: PromptSet, fields: RowFields | None) -> bool:
+    if fields is not None and fields.prompt == "prompt":
+        with suppress(OSError, SlimxError):  # whoever reads the prompts reports it
+            for _, _, row in read_rows(file.path, file.subset, file.split)[1]:
+                return isinstance(row.get("prompt"), str)
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +106,8 @@ class TrlReward:
     function: Callable[..., Any]
     path: str
     options: Mapping[str, object]
+    texts: bool = False
+    """True if prompts and completions are passed as texts, False if as lists of messages."""
 
     @property
     def hook_name(self) -> str:
@@ -104,10 +124,23 @@ class TrlReward:
         it does not apply, is 0. `ctx`: RewardContext."""
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
         texts = ctx.texts if isinstance(judged, Group) else [ctx.text]
-        with without_loop():  # the function may call asyncio.run
-            values = self.function(**self._arguments(ctx, trajectories, texts))
-        if inspect.isawaitable(values):
-            values = await values
+        arguments = self._arguments(ctx, trajectories, texts)
+        try:
+            with without_loop():  # the function may call asyncio.run
+                values = self.function(**arguments)
+            if inspect.isawaitable(values):
+                values = await values
+        except (AttributeError, TypeError) as error:
+            if not re.search(r"'list'|^string indices", str(error)):
+                raise
+            form = "a text"
+            if not self.texts and ctx.prompt.messages is not None:
+                form = "a list of messages, or name the column with the texts of the prompts prompt"
+            raise SlimxError(
+                f"the function raised {raised(error)}; read each completion as {form}",
+                code="trl.form",
+                about=self.path,
+            ) from error
         values = _plain(values)
         if not isinstance(values, list | tuple) or len(values) != len(trajectories):
             raise SlimxError(
@@ -124,10 +157,13 @@ class TrlReward:
         completion_ids, log_metric, the options, and the answer and metadata of the prompt, once per completion."""
         prompt, count = ctx.prompt, len(texts)
         shown: object = prompt.messages
-        completions: list[object] = [[{"role": "assistant", "content": text}] for text in texts]
+        completions: list[object] = [*texts]
         if prompt.messages is None:
             shown = ctx.tokenizer.decode(prompt.token_ids)
-            completions = [*texts]
+        elif self.texts:
+            shown = prompt.messages[-1]["content"]
+        else:
+            completions = [[{"role": "assistant", "content": text}] for text in texts]
         ids = [trajectory.token_ids[trajectory.versions() >= 0].tolist() for trajectory in trajectories]
         columns = {"answer": prompt.answer, **prompt.metadata, "prompts": shown}
         known: Json = {name: [value] * count for name, value in columns.items()}

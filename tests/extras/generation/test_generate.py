@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import slimx
 from slimx.config.schema import Config
 from slimx.data.saved.step_files import read_step, step_files
 from slimx.errors import Preempted
@@ -111,6 +112,8 @@ def test_a_checkpoint_that_engines_cannot_load_is_refused(model, tmp_path):
     config = config_in(tmp_path, model)
     with refused("engines.weights", about="--checkpoint"):
         without_trainers(config, tmp_path / "nothing")
+    with refused("engines.weights", about="checkpoint"):  # the name of the argument of slimx.evaluate
+        slimx.evaluate(config, tmp_path / "nothing")
     external = config_in(tmp_path, model, engines=[{"name": "far", "urls": ["http://10.0.0.1:3000"]}])
     with refused("engines.urls", about="far"):
         without_trainers(external, model)

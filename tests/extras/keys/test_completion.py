@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_a_description_is_one_line_which_fish_needs() -> None:
     shown = {value: rich_render_text(text) for value, text in complete(ctx, "")}
     assert len(shown) > 300 and [value for value, text in shown.items() if "\n" in text or not text] == []
     assert "ctx.engines[name]" in shown["rollout.engines.0.name="]
+
+
+def options(command: Any) -> Iterator[tuple[str, str]]:
+    """Yields the name and the description of each option of slimx's commands."""
+    for parameter in command.params:
+        if parameter.param_type_name == "option":
+            yield f"{command.name} {parameter.name}", parameter.help or ""
+    ctx = typer.Context(command)
+    for name in command.list_commands(ctx) if hasattr(command, "list_commands") else ():
+        yield from options(command.get_command(ctx, name))
+
+
+def test_the_description_of_an_option_is_one_line() -> None:
+    found = dict(options(typer.main.get_command(cli.app)))
+    assert len(found) > 80 and [name for name, text in found.items() if "\n" in rich_render_text(text).strip()] == []
 
 
 def test_names_of_rewards_are_completed() -> None:

@@ -55,6 +55,10 @@ LINES = [
     "setx HF_TOKEN {hex}",
     "set -x DB_PASSWORD {name}",
     "the key id AK{aws} was refused",
+    "db.example:5432:mydb:bob:{name}",
+    "*:*:*:bob:{word}\\:!,{word2}",
+    "api_keys:\n  openai: {name}\n  other: {word}",
+    "hub_tokens: 5\napi_keys:\n- {name}\nnext: 1",
     # YAML and JSON in logs
     "password: {number}",
     "db_password: {phrase}",
@@ -89,6 +93,7 @@ LINES = [
     "openssl rsa -passin pass:{name} -in k",
     "curl -b 'session={word}' x",
     "export HF_TOKEN {word}{word2}",
+    "kubectl create secret generic s --from-literal=x={name} --from-literal='y={name2}'",
     "Password for 'https://bob@github.com': {name}",
     "Enter host password for user 'bob': {name}",
     "ssh -i k {user}@gpu nvidia-smi",
@@ -146,6 +151,8 @@ LINES = [
     "ServerArgs(model_path='m', api_key='{word}', admin_api_key=\"{quoted}\", port=1)",
     "    client = Client(token='{word}', timeout=3)",
     "wandb.login(key='{hex}')",
+    "Settings(token=SecretStr('{name}'), other=SecretBytes(b'{phrase}'), x=1)",
+    "made SecretStr('{phrase}') of it",
     "login(key='{word}{word2}')",
     # names and values in pairs
     "os.environ.setdefault('HF_TOKEN', '{hex}')",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -97,6 +98,8 @@ def test_a_secret_is_removed(text):
         "unexpected key: decoder_layers_0_self_attention_q, missing key: model/layers/12/mlp/experts/down_proj",
         "key=policy/actor1/optim/grad_norm, key: step-0000001-of-0000100-x, maj@16.mean",
         "boi_token: <start_of_image>, unknown token: '<tool_call>', stop token: \"</answer>\"",
+        "SecretStr('**********'), api_keys:\nnext: 1\nmissing_keys:\n- model.layers.0\nunexpected keys:\n  a.b",
+        "slimx/a.py:5432:grpo:INFO:began, step:5400:loss:mean:0.5, 7:543:8:9:10, port:5432:tcp",
         "#new-token: 1024, #cached-token: 12345678, token usage: 0.03, gen throughput (token/s): 123.45",
         "{%- if x %}{{- '<|im_start|>assistant\\n' }}{%- endif %}{{ bos_token }}{{ message['content'] + eos_token }}",
         f"sha256:{COMMIT} digest {COMMIT}, prompt id 3b241101-e2bb-4255-8caf-4136c566a962, cache key: 8d54f9b0",
@@ -155,6 +158,15 @@ def test_names_of_metrics_and_most_keys_are_not_secret():
     pages = Path("docs/metrics.md").read_text() + Path("docs/configuration.md").read_text()
     names = {*re.findall(r"`([\w./@-]+)`", pages)}
     assert len(names) > 500 and {name for name in names if kind_of(name)} == {"webhook", "token"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"https://discord.com/api/webhooks/1/{KEY}", f"https://x.example/a?sig={KEY}", f"https://hc-ping.com/{KEY}"],
+)
+def test_the_end_of_a_line_is_kept_after_an_address(text):
+    shown = redactor().text(json.dumps({"text": f'{text}\n"next": 1'}))
+    assert KEY not in shown and json.loads(shown)["text"].endswith('[removed]\n"next": 1')
 
 
 def test_names_of_people_and_machines_are_replaced_by_the_same_ones_everywhere():

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from slimx.errors import SlimxError
 from slimx.extras.init.machine import Target
 from slimx.extras.quickstart.make_model import make_model
 from slimx.extras.scripting import grpo as room
+from slimx.extras.scripting.rows import Rows
 from slimx.observability.live.run_lock import locked
 from slimx.orchestration.state.saves import Saves
 from tests.refusals import refused
@@ -87,9 +89,9 @@ def test_a_second_call_is_another_run_unless_it_names_the_directory(model: Path,
 def test_prompts_may_be_a_file_texts_or_rows_of_any_iterable(model: Path, started: list[slimx.Config], tmp_path: Path):
     quiet(model, ROWS, digits)
     file = started[0].rollout.prompts
-    for prompts in (file, Path(file), (row["prompt"] for row in ROWS), tuple(ROWS)):
+    for prompts in (file, Path(file), (row["prompt"] for row in ROWS), tuple(ROWS), Rows(ROWS)):
         quiet(model, prompts, digits)
-    assert [config.rollout.prompts for config in started[1:3]] == [file, file] and len(started) == 5
+    assert [config.rollout.prompts for config in started[1:3]] == [file, file] and len(started) == 6
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,7 @@ def test_prompts_may_be_a_file_texts_or_rows_of_any_iterable(model: Path, starte
         (Frame(), digits, "script.prompts"),
         (None, digits, "script.prompts"),
         ([{"prompt": object()}], digits, "script.prompts"),
+        ([{"prompt": "\ud800"}], digits, "script.prompts"),
         ([], digits, "prompts.empty"),
         ("nothing.jsonl", digits, "prompts.unreadable"),
         ([{"prompt": "a"}] * 8, None, "script.reward"),
@@ -134,6 +137,11 @@ def test_an_argument_of_another_framework_is_refused_with_that_to_use(
     with refused("script.argument", about=name) as refusal:
         quiet(model, ROWS, digits, **{name: value})
     assert instead in str(refusal.value) and not started
+
+
+def test_a_number_of_steps_may_be_one_of_numpy(model: Path, started: list[slimx.Config]):
+    result = quiet(model, ROWS, digits, steps=np.int64(3))
+    assert slimx.load_config(result / "grpo.yaml").schedule.steps == started[0].schedule.steps == 3
 
 
 @pytest.mark.parametrize("steps", [0, -1, "10", 1.5, None])
@@ -172,6 +180,20 @@ def test_a_directory_with_other_files_is_kept_after_a_refusal(model: Path, start
     with pytest.raises(SlimxError):
         quiet(model, ROWS, digits, directory="mine", overrides={"schedule.steps": 0})
     assert Path("mine/notes.txt").exists()
+
+
+def test_an_empty_directory_is_empty_after_a_refusal(model: Path, started: list[slimx.Config]):
+    Path("mine").mkdir()
+    with refused("prompts.type", about=None):
+        quiet(model, [{"prompt": "a", "answer": "1"}, {"prompt": 5, "answer": "1"}], digits, directory="mine")
+    assert not [*Path("mine").iterdir()]
+
+
+def test_another_directory_among_the_overrides_is_refused(model: Path, started: list[slimx.Config]):
+    with refused("script.directory", about="run.dir"):
+        quiet(model, ROWS, digits, overrides={"run.dir": "elsewhere"})
+    assert not Path("runs").exists() and not Path("elsewhere").exists() and not started
+    quiet(model, ROWS, digits, directory="mine", overrides={"run.dir": "./mine/"})
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -214,6 +236,35 @@ def test_a_refused_call_leaves_every_file_as_it_was(
     with locked(run):
         before = contents(run)
         again("run.locked")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_ctrl_c_before_the_run_leaves_every_file_as_it_was(
+    model: Path, started: list[slimx.Config], run: Path, monkeypatch: pytest.MonkeyPatch, begins: bool
+):
+    def interrupt(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    before = contents(run)
+    if begins:
+        monkeypatch.setattr(start, "train", interrupt)
+    else:
+        monkeypatch.setattr(room, "checked_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quiet(model, ROWS[:32], digits, eval=ROWS[:3], directory=run)
+    assert contents(run) == before
+
+
+def test_a_locked_directory_keeps_rows_that_the_other_process_may_read(
+    model: Path, started: list[slimx.Config], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(config: slimx.Config, console: Console) -> Any:  # the other process passed the same rows
+        raise SlimxError("another process is training", code="run.locked")
+
+    monkeypatch.setattr(start, "train", refuse)
+    with refused("run.locked", about=None):
+        quiet(model, ROWS, digits, directory="runs/both")
+    assert len([*Path("runs/both").rglob("prompts.jsonl")]) == 1
 
 
 def test_a_run_that_has_begun_keeps_its_new_files(
@@ -285,10 +336,23 @@ def test_rows_that_a_run_reads_are_replaced_by_no_later_call(model: Path, starte
     assert len([*run.rglob("prompts.jsonl")]) == 3, "with that of the fixture"
 
 
-def test_a_directory_that_cannot_be_created_is_refused(model: Path, started: list[slimx.Config]):
+@pytest.mark.parametrize("name", ["file", "file/run", "a" * 300])
+def test_a_directory_that_cannot_be_created_is_refused(model: Path, started: list[slimx.Config], name: str):
     Path("file").write_text("")
-    with refused("script.directory", about="file/run"):
-        quiet(model, ROWS, digits, directory="file/run")
+    with refused("script.directory", about=name):
+        quiet(model, ROWS, digits, directory=name)
+
+
+def test_an_edited_file_of_rows_is_not_trained_on(model: Path, started: list[slimx.Config], run: Path):
+    (file,) = run.rglob("prompts.jsonl")
+    rows = file.read_bytes()
+    file.write_bytes(rows[: len(rows) // 2])
+    before = contents(run)
+    with refused("run.fork", about=None):
+        quiet(model, ROWS, digits, directory=run, overrides={"run.fork": "nowhere"})
+    assert contents(run) == before
+    quiet(model, ROWS, digits, directory=run)
+    assert file.read_bytes() == rows
 
 
 def test_an_error_about_rows_names_the_file_of_the_run(model: Path, started: list[slimx.Config]):

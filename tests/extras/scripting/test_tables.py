@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +48,20 @@ def test_rollouts_have_a_row_per_saved_step_or_per_response(run: Path) -> None:
         slimx.rollouts(run, step=1)
 
 
+@pytest.mark.parametrize("run", [5, None, ["runs/a"]])
+def test_what_is_no_path_of_a_run_is_refused(run: Any) -> None:
+    for read in (slimx.metrics, slimx.rollouts):
+        with refused("script.run", about="run"):
+            read(run)
+
+
+@pytest.mark.parametrize("step", ["1", 1.5])
+def test_a_step_that_is_no_whole_number_is_refused(run: Path, step: Any) -> None:
+    with refused("rollouts.options", about="step"):
+        slimx.rollouts(run, step)
+    assert len(slimx.rollouts(run, np.int64(2))) == 2
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     for read in (slimx.metrics, slimx.rollouts):
         with refused("run.none", about=str(tmp_path)):
@@ -74,7 +89,7 @@ def test_a_script_prints_the_values_of_a_table() -> None:
     many = str(Rows([{f"metric{column}": 0 for column in range(60)}])).split("\n")
     assert max(map(len, many)) < 2 * WIDTH and "metric59" not in many[0] and "60 columns" in many[-1]
     assert str(Rows([{"time": 1796075718.1}])).split()[:2] == ["time", "1796075718"]
-    assert str(Rows()) == "0 rows, 0 columns"
+    assert str(Rows()) == "0 rows, 0 columns" and str(Rows([{}])) == "1 row, 0 columns"
 
 
 def test_a_misspelt_column_is_answered_with_the_nearest(run: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,10 @@ def right(completions, answer, **kwargs):
 async def length(prompts, completions, completion_ids, scale=1.0, log_metric=None):
     log_metric("batch", len(prompts))
     return [scale * len(ids) if text else None for ids, text in zip(completion_ids, completions, strict=True)]
+
+
+async def awaited(completions, **kwargs):
+    return [len(said.strip()) for said in completions]
 
 
 @needs_process
@@ -66,6 +72,54 @@ def test_a_group_is_one_batch_of_texts_if_its_prompt_has_no_messages():
     ctx.responses.append(RewardContext(prompt, the_tokenizer(), "", False).responses[0])
     group = Group(id="g", prompt=prompt, trajectories=[trajectory(1), trajectory(3)])
     assert asyncio.run(hook(ctx, group)) == [2.0, 0.0] and ctx.metrics == {"batch": 2}
+
+
+def shortest(prompts, completions, **kwargs):
+    return [float(len(said.strip()) < len(asked.strip())) for asked, said in zip(prompts, completions, strict=True)]
+
+
+def rows_in(tmp_path: Path, *rows: Any) -> str:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+TEXT = {"prompt": "How many?"}
+CHAT = {"prompt": [{"role": "user", "content": "How many?"}]}
+
+
+def test_texts_in_the_column_prompt_stay_texts_as_in_trl(tmp_path: Path):
+    hook = loaded("shortest", prompts=rows_in(tmp_path, TEXT), fields={"prompt": "prompt"})
+    assert asyncio.run(hook(context(" 4 "), trajectory())) == 1.0
+    assert asyncio.run(hook(context("a long answer"), trajectory())) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "texts"),
+    [(TEXT, "prompt", True), (CHAT, "prompt", False), ({"question": "a"}, "question", False)],
+)
+def test_the_first_rows_of_all_files_decide_on_texts(tmp_path: Path, row: Any, column: str, texts: bool):
+    function = f"trl:{__name__}.right"
+    keys: dict[str, Any] = {"reward__function": function, "fields": {"prompt": column}}
+    config = config_of(prompts=rows_in(tmp_path, row), **keys)
+    assert form_facts(config) == {"trl": {"texts": texts}}
+    one = {"name": "a", "path": config.rollout.prompts}
+    two = {"name": "b", "path": rows_in(tmp_path, CHAT), "fields": {"prompt": "prompt"}}
+    assert form_facts(config_of(prompts=None, sources=[one, two], **keys)) == {"trl": {"texts": False}}
+    assert form_facts(config_of(prompts="nothing.jsonl", **keys)) == {"trl": {"texts": False}}
+
+
+@pytest.mark.parametrize(("function", "texts"), [("shortest", False), ("right", True), ("awaited", False)])
+def test_a_function_for_the_other_form_is_told_the_form(function: str, texts: bool):
+    hook = replace(loaded(function), texts=texts)
+    with refused("trl.form", about=f"{__name__}.{function}"):
+        asyncio.run(hook(context("4", "4"), trajectory()))
+
+
+def test_another_mistake_of_a_function_is_raised_as_it_is():
+    hook = TrlReward(lambda completions: [len(None)], "r.right", {})
+    with pytest.raises(TypeError):
+        asyncio.run(hook(context("4"), trajectory()))
 
 
 @pytest.mark.parametrize(
@@ -119,5 +173,5 @@ def test_a_column_that_prompts_lack_is_named():
 
 def test_a_script_passes_such_a_function_as_it_is():
     config = with_hooks(config_of(), reward=right)
-    assert config.reward.function == f"trl:{__name__}.right" and form_facts(config) == {"trl": {}}
+    assert config.reward.function == f"trl:{__name__}.right" and form_facts(config) == {"trl": {"texts": False}}
     assert asyncio.run(load_rewards(config)(context("4", "4"), trajectory())) == 1.0
