@@ -1,11 +1,12 @@
-"""Helpers for asyncio: tasks that end together, races between tasks, periodic loops, and calls in daemon threads."""
+"""Helpers for asyncio: tasks that end together, races between tasks, periodic loops, calls in daemon threads, and event
+loops inside others."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -150,3 +151,14 @@ async def unless[T](event: asyncio.Event, work: Awaitable[T]) -> T | None:
     task = asyncio.ensure_future(work)
     done, _ = await race(task, event.wait())
     return None if done is None else task.result()
+
+
+@contextmanager
+def without_loop() -> Iterator[None]:
+    """Lets the `with` block run an event loop although one is already running; the outer loop is paused meanwhile."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def config_rows(runs: Sequence[RunFiles]) -> tuple[list[ConfigRow], list[ConfigR
         if len({*values}) > 1 and key not in NAMES_OF_RUN:
             rows = written if key in chosen else others
             rows.append((key, values))
-    inner = {key for key, _ in written}
+    inner = dict(written)
     written = [row for row in written if not any(key.startswith(f"{row[0]}.") for key in inner)]
     return written, others
 
@@ -206,8 +207,7 @@ def _chosen(settings: dict[str, Any], flat: dict[str, str]) -> set[str]:
     chosen: set[str] = set()
     for key, value in _flat(config.model_dump(mode="json", exclude_defaults=True)).items():
         if fixed.get(key) != value:
-            parts = key.split(".")
-            chosen.update(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            chosen.update(accumulate(key.split("."), "{}.{}".format))
     return chosen
 
 

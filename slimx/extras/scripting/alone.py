@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from slimx.errors import SlimxError
-
-
-@contextmanager
-def without_loop() -> Iterator[None]:
-    """Lets the `with` block run an event loop although one is already running; the outer loop is paused meanwhile."""
-    outer = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
-    try:
-        yield
-    finally:
-        asyncio._set_running_loop(outer)
+from slimx.runtime.tasks import without_loop
 
 
 @contextmanager

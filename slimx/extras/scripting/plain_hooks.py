@@ -13,9 +13,8 @@ from typing import Any
 from slimx.data.records import Prompt
 from slimx.environments.processes import Environments
 from slimx.errors import SlimxError
-from slimx.extras.scripting.alone import without_loop
 from slimx.rollout.hooks import RewardContext, RolloutContext
-from slimx.runtime.tasks import in_thread
+from slimx.runtime.tasks import in_thread, without_loop
 
 _END = object()
 

@@ -16,8 +16,8 @@ from slimx.data.prompts.rows import read_rows
 from slimx.data.records import Group, Trajectory
 from slimx.dotted import imported
 from slimx.errors import SlimxError, raised, safe_repr
-from slimx.extras.scripting.alone import without_loop
 from slimx.json_types import Json
+from slimx.runtime.tasks import without_loop
 
 PREFIX = "trl:"
 SHAPE = "def reward(prompts, completions, **kwargs)"
