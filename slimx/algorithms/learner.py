@@ -24,32 +24,26 @@ class Learner(Protocol):
 
     def trainer(self) -> type:
         """Returns the class that implements a trainer rank for this model."""
-        ...
 
     def rows(self, groups: Sequence[Group]) -> list[TrainingRow]:
         """Returns the training rows for one optimizer update on the trajectories in `groups`."""
-        ...
 
     async def train(
         self, run: object, groups: Sequence[Group], updates: Sequence[Sequence[TrainingRow]]
     ) -> dict[str, float]:
         """Trains one step, which consists of `updates`, and returns the step's metrics. `run`: the training run."""
-        ...
 
     async def evaluate(self, run: object, outcomes: Sequence[object]) -> dict[str, float]:
         """Sets the reward of each trajectory in `outcomes`, the rollouts of held-out prompts, to the trajectory's
         score, and returns metrics of these scores."""
-        ...
 
     async def write_head(self, trainers: object, path: Path) -> list[str]:
         """Writes the weights of the layer that outputs scores to `path` as a safetensors file, and returns the names of
         the tensors."""
-        ...
 
     def declare(self, directory: Path) -> None:
         """Replaces the policy's model class in config.json of the exported checkpoint `directory` with the class of
         this model."""
-        ...
 
 
 def learner_of(algorithm: Algorithm) -> Learner | None:

@@ -80,16 +80,15 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
 
 def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
     """Returns the numbers of trainer ranks, of engine ranks with dedicated GPUs, and of CPUs that one policy needs."""
-    threads = sum(group.started * group.ranks * group.threads for group in config.served.groups)
-    # Colocated engines have no dedicated GPUs.
+    ranks = trained_ranks(config) if trainers else 0
+    cpus = ranks * config.trainer.threads
     engines = 0
     for group in config.served.groups:
+        cpus += group.started * group.ranks * group.threads
+        # Colocated engines have no dedicated GPUs.
         if not (config.schedule.colocate and group in config.served.sampling):
             engines += group.started * group.ranks
-    ranks = 0
-    if trainers:
-        ranks = trained_ranks(config)
-    return ranks, engines, ranks * config.trainer.threads + threads
+    return ranks, engines, cpus
 
 
 @without_unused()

@@ -119,6 +119,8 @@ class Restarts:
         keep("")
 
 
-def describe_restarts(restarts: Sequence[Restart]) -> str:
-    """Returns a description of the last `SHOWN` of `restarts` for the error that ends a run; "" if there are none."""
-    return "; ".join(map(str, restarts[-SHOWN:]))
+def describe_restarts(health: Health, restarts: Sequence[Restart]) -> str:
+    """Returns the limit on restarts and a description of the last `SHOWN` of `restarts`, for the error that ends a
+    run."""
+    limit = f"rollout.health.restarts is {health.restarts}: {'; '.join(map(str, restarts[-SHOWN:]))}"
+    return limit.removesuffix(": ")

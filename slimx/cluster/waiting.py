@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -123,26 +122,17 @@ def explain(error: BaseException, what: str, holder: str, log: Path) -> SlimxErr
             if _UNKNOWN in str(error):
                 reason += _SILENT
             else:
-                reason += f"; Ray reports: {_last_line(error)}"
+                reason += f"; Ray reports: {(str(error).strip().splitlines() or ['nothing'])[-1]}"
         out: SlimxError = ActorDied(f"{holder} died during {what}; {reason}", code="actor.died", about=holder)
     else:
         out = SlimxError(
-            f"{what} failed on {holder} ({type(cause or error).__name__}: {_short(cause or error)}); see the log {log}",
+            f"{what} failed on {holder} ({type(cause or error).__name__}: {one_line(cause or error)}); see the "
+            f"log {log}",
             code="actor.failed",
             about=holder,
         )
     out.__cause__ = error
     return out
-
-
-def _short(error: BaseException) -> str:
-    """Returns the text of `error` on one line, shortened to 400 characters; Ray's reports about memory start with the
-    relevant figures."""
-    return textwrap.shorten(str(error), 400, placeholder=" ...")
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["nothing"])[-1]
 
 
 async def ask_ray[T, *Ts](

@@ -38,39 +38,32 @@ class Counterpart(Protocol):
     @property
     def key(self) -> str:
         """Dotted key of slimx, with `*` for an entry of a list; "" if there is no single key."""
-        ...
 
     @property
     def values(self) -> Mapping[str, str | Counterpart]:
         """Mapping from foreign values, in lower case, to the corresponding values of `key`, or to counterparts with
         another key where slimx sets the value elsewhere."""
-        ...
 
     @property
     def closed(self) -> bool:
         """True if `values` lists every valid foreign value."""
-        ...
 
     @property
     def note(self) -> str:
         """Explanation that is shown to the user; "" for no explanation."""
-        ...
 
     @property
     def not_needed(self) -> bool:
         """True if slimx needs no setting for this name, because slimx always behaves that way or derives the value."""
-        ...
 
     @property
     def sets(self) -> Mapping[str, str]:
         """Dotted keys and their values, if the foreign name corresponds to several keys; "VALUE" in a value stands for
         the foreign value."""
-        ...
 
     def translate(self, value: str) -> str | Counterpart | None:
         """Returns the value of `key` that corresponds to the foreign `value`, or a counterpart with another key if
         slimx sets this value elsewhere; None if `value` is invalid."""
-        ...
 
 
 class NameTable(Protocol):
@@ -80,17 +73,14 @@ class NameTable(Protocol):
     def of_key(self, name: str, value: str) -> Counterpart | None:
         """Returns the counterpart of the foreign dotted key `name` with the value `value`; None if the table lacks the
         key."""
-        ...
 
     def of_flag(self, name: str, value: str) -> Counterpart | None:
         """Returns the counterpart of the command-line flag `name` (given without its dashes) with the value `value`;
         None if the table lacks the flag."""
-        ...
 
     def of_word(self, key: str, word: str) -> str | Counterpart | None:
         """Returns the value of slimx's `key` that corresponds to `word`, the lower-case word for it in the other
         framework; None if the table lacks the word."""
-        ...
 
 
 def of_key(name: str, value: str) -> Counterpart | None:
@@ -155,11 +145,8 @@ def _sections(tree: object, path: list[str]) -> Iterator[Json]:
             yield tree
         return
     first, *rest = path
-    if first == "*" and isinstance(tree, list):
-        for entry in tree:
-            yield from _sections(entry, rest)
-    elif first == "*" and isinstance(tree, dict):
-        for entry in tree.values():
+    if first == "*" and isinstance(tree, list | dict):
+        for entry in tree if isinstance(tree, list) else tree.values():
             yield from _sections(entry, rest)
     elif isinstance(tree, dict) and first in tree:
         yield from _sections(tree[first], rest)

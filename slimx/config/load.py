@@ -76,9 +76,19 @@ def _beyond(values: Json, base: Json) -> Json:
 
 def _texts(overrides: Overrides) -> Sequence[str]:
     """Returns `overrides` as `section.key=value`."""
+    if isinstance(overrides, str):
+        return [overrides]
+    for text in overrides:
+        if not isinstance(text, str):
+            raise SlimxError(
+                f"{safe_repr(text)} is not a string; pass overrides such as 'schedule.steps=5', or one mapping whose "
+                "keys are strings",
+                code="config.override",
+                about=type(text).__name__,
+            )
     if isinstance(overrides, Mapping):
         return [f"{key}={json.dumps(value, ensure_ascii=False, default=_path)}" for key, value in overrides.items()]
-    return [overrides] if isinstance(overrides, str) else overrides
+    return overrides
 
 
 def _path(value: object) -> str:
@@ -161,10 +171,8 @@ def _append(added: DictConfig, key: str, base: Json, where: str) -> None:
     with this value appended; a list is appended entry by entry. Raises SlimxError, naming `where`, if there is no
     list."""
     path = key.split(".")
-    entries = _value_at(base, path)
+    entries = _entries(_value_at(base, path), path)
     if entries is None:
-        entries = suggestions.default_list(Config, path)
-    if not isinstance(entries, list):
         raise SlimxError(
             f"{where}: += appends to a list, which {key} is not; write {key}=VALUE",
             code="config.override",
@@ -220,8 +228,9 @@ def _merged(tree: DictConfig, override: Json, where: str) -> DictConfig:
     except (OmegaConfBaseException, TypeError) as error:
         if "incompatible container types" not in str(error):
             raise
-        message = f"{where}: {suggestions.for_entry(Config, path, value)}"
-        raise SlimxError(message, code="config.override", about=".".join(path)) from None
+        key = ".".join(path)
+        message = f"{where}: {key} is a section, not a list; set one of its keys with {key}.KEY=VALUE"
+        raise SlimxError(message, code="config.override", about=key) from None
 
 
 def _take_objectives(override: Json, base: Json) -> None:
@@ -246,18 +255,21 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
     keys that lead to `override`. Raises SlimxError, naming `where`, for an index beyond the end of the list."""
     if not isinstance(override, dict):
         return override
-    entries = _entries(override, base, path)
+    entries = _entries(base, path)
     if entries is None:
         values = {}
         for key, inner in override.items():
             values[key] = _listed(inner, _inner(base, key), (*path, str(key)), where)
         return values
+    key = ".".join(path)
+    if not "".join(map(str, override)).isdigit():
+        message = f"{where}: {suggestions.for_entry(Config, path, override, len(entries))}"
+        raise SlimxError(message, code="config.override", about=key)
     for index, inner in override.items():
         if int(index) > len(entries):
-            key = ".".join(path)
             raise SlimxError(
-                f"{where}: {key}.{index} does not exist, because {key} has only {len(entries)} entries (numbered from "
-                f"0); write {key}.{len(entries)} to add an entry",
+                f"{where}: {key}.{index} does not exist, because entries of lists are numbered from 0 without gaps"
+                f"; write {key}.{len(entries)} to add an entry",
                 code="config.entry",
                 about=f"{key}.{index}",
             )
@@ -271,12 +283,9 @@ def _listed(override: object, base: object, path: tuple[str, ...], where: str) -
     return entries
 
 
-def _entries(override: Json, base: object, path: tuple[str, ...]) -> list[object] | None:
-    """Returns a copy of the list whose entries `override` sets by index: `base`, or the default at `path` if `base` is
-    None. Returns None if `override` is empty or has a key that is not an index, or if the value at `path` is not a
-    list."""
-    if not override or not all(str(key).isdigit() for key in override):
-        return None
+def _entries(base: object, path: Sequence[str]) -> list[object] | None:
+    """Returns a copy of the list whose entries are overridden: `base`, or the default at `path` if `base` is None.
+    Returns None if the value at `path` is not a list."""
     if isinstance(base, list):
         return list(base)
     return suggestions.default_list(Config, path) if base is None else None
@@ -329,7 +338,13 @@ def _problems(item: ErrorDetails, applied: Mapping[str, str]) -> Sequence[SlimxE
     if item["type"] == "missing":
         message = f"{where} is missing; set it in the file or with {where}=VALUE"
         return (SlimxError(message, code="config.missing_key", about=where),)
-    return (SlimxError(wording.invalid_value(where, item), code="config.value", about=where),)
+    return (
+        SlimxError(
+            wording.invalid_value(where, item, Config),
+            code="config.value",
+            about=where,
+        ),
+    )
 
 
 def _unknown(path: Sequence[str | int], value: object, applied: Mapping[str, str]) -> SlimxError:
@@ -352,7 +367,7 @@ def _refuse(problems: Sequence[SlimxError], path: Path, applied: Mapping[str, st
     file at `path`. Returns if there are none."""
     names = []
     for problem in problems:
-        override = _override_of(problem.about, applied) if problem.about else None
+        override = _override_of(problem.about, applied)
         names.append(str(path) if override is None else f"override {echoed(override)!r}")
     if len(set(names)) == 1:
         refuse(problems, f"{names[0]}: ")

@@ -132,8 +132,6 @@ class CoreConfig(Section):
                     configs[name] = type(self).model_validate(tree, context=self.policies)
                 except ValidationError as error:
                     raise _of_policy(name, error.errors()[0]) from None
-                if policy.engines_of is not None:
-                    configs[name] = _borrowing(configs[name])
         return configs
 
     @property
@@ -215,19 +213,19 @@ else:
     )
 
 
-def _borrowing(config: Config) -> Config:
-    """Returns `config` with all its engine groups marked as servers that belong to another policy."""
-    groups = tuple(group.as_borrowed() for group in config.rollout.engines)
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engines": groups})})
-
-
 def _of_policy(name: str, item: ErrorDetails) -> Refusal:
     """Converts `item`, a pydantic error record raised by the configuration of the policy `name`, to an error."""
     cause = item.get("ctx", {}).get("error")
     if isinstance(cause, Refusal):
+        if cause.about.startswith(f"policies.{name}."):
+            return cause
         return Refusal(f"policies.{name}: {cause}", code=cause.code, about=f"policies.{name}.{cause.about}")
     where = ".".join([f"policies.{name}", *map(str, item["loc"])])
     if item["type"] == "extra_forbidden":
         hint = suggestions.for_key(Config, item["loc"], item["input"], override=False)
         return Refusal(f"unknown key {where}; {hint}", code="config.unknown_key", about=where)
-    return Refusal(wording.invalid_value(where, item), code="policies.value", about=where)
+    return Refusal(
+        wording.invalid_value(where, item, Config),
+        code="policies.value",
+        about=where,
+    )

@@ -10,12 +10,13 @@ import re
 import typing
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from slimx.config.foreign_names import Counterpart, of_flag, of_key
-from slimx.config.section import ECHOED
+from slimx.config.section import ECHOED, echoed
 
 SPECIAL = frozenset(" \t{}[]()<>'\"$&;|*?!#\\`~")
 """Characters that require an argument to be quoted in a shell."""
@@ -97,25 +98,37 @@ def for_flag(model: type[BaseModel], flag: str, value: str) -> str | None:
     return _keys(model, near, value, override=True) if near else None
 
 
-def for_entry(model: type[BaseModel], path: Sequence[str], value: object) -> str:
-    """Returns a suggestion for an override that sets the key at `path` to `value`: a mapping although the key takes a
-    list, or a list although it takes a mapping."""
+def for_entry(model: type[BaseModel], path: Sequence[str], override: Mapping[str, object], count: int) -> str:
+    """Returns a suggestion for `override`, a mapping whose keys are not all indices, of the list at `path`, which has
+    `count` entries."""
+    inside, value = next(_leaves((), override))
     key = ".".join(path)
-    text = _text(value)
-    for known in known_keys(model):
-        if "*" in known and known.replace(".*", "") == key:
-            return _written(known, text, override=True)
+    known = ".".join([key, "*", *map(str, inside)])
+    if known in known_keys(model) and len(override) == 1:
+        return _written(known, _text(value), override=True)
+    return f"{key} is a list of length {count}; write {key}.N, with N counted from 0"
+
+
+def listed(model: type[BaseModel], path: Sequence[str], value: object) -> str:
+    """Returns the text of a list for the key at `path` whose only entry is `value`. In a list of mappings, the entry is
+    a mapping from the first key that can be an integer to `value`, or to 1 if `value` is no integer."""
     field = field_at(model, path)
-    if field is None or not _is_list(field.annotation):
-        return f"{key} is a section, not a list; set one of its keys with {key}.KEY=VALUE"
-    entries = f"[{text}]" if len(text) <= ECHOED else "[...]"
-    return f"{key} is a list; write '{key}={entries}', or {key}.0.KEY=VALUE for its first entry"
+    for section, _ in _models(field.annotation) if field and not isinstance(value, dict) else ():
+        number = value if type(value) is int else 1
+        for name in section.model_fields:
+            with suppress(ValidationError):
+                section.model_validate({name: number}, strict=True)
+                return f"[{{{name}: {number}}}]"
+        return "[{KEY: VALUE}]"
+    return f"[{echoed(_text(value))}]"
 
 
 def field_at(model: type[BaseModel], path: Sequence[str]) -> FieldInfo | None:
-    """Returns the field of `model` that the key at `path` sets, ignoring list indices in the path; None if there is no
-    such key."""
+    """Returns the field of `model` that the key at `path` sets, ignoring list indices and names of policies in the
+    path; None if there is no such key."""
     *section, last = [part for part in path if not part.isdigit()] or [""]
+    if section[:1] == ["policies"]:
+        del section[1:2]
     models = [model]
     for part in section:
         inner: list[type[BaseModel]] = []

@@ -7,11 +7,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 from yaml import MarkedYAMLError
 
 from slimx.config.foreign_names import of_word
 from slimx.config.section import echoed, shortened
+from slimx.config.suggestions import listed
 from slimx.errors import one_line
 
 UNCLOSED = {"while parsing a flow mapping": "{...}", "while parsing a flow sequence": "[...]"}
@@ -61,14 +63,13 @@ def no_override(override: str, following: Sequence[str], keys: Sequence[str]) ->
     message = f"override {echoed(override)!r} is not of the form section.key=value"
     next_value = following[0] if following and "=" not in following[0] else "VALUE"
     key, colon, value = override.partition(":")
-    if colon and key:
-        return f"{message}; write {echoed(f'{key}={value.strip() or next_value}')}"
-    key, _, value = override.partition(" ")
-    if key in keys and value.strip():
-        return f"{message}; write {echoed(f'{key}={value.strip()}')}"
-    if override in keys:
-        return f"{message}; write {echoed(f'{override}={next_value}')}"
-    return message
+    if override.startswith("~"):  # Hydra's form
+        key, value = override[1:], "null"
+    elif not colon or not key:
+        key, _, value = override.partition(" ")
+        if key not in keys:
+            return message
+    return f"{message}; write {echoed(f'{key}={value.strip() or next_value}')}"
 
 
 def not_yaml(error: Exception, text: str) -> tuple[int | None, str]:
@@ -115,8 +116,9 @@ def no_interpolation(error: Exception, keys: Sequence[str]) -> str:
     return f"${{{unknown[1]}}} refers to a key that is not set; {hint}"
 
 
-def invalid_value(where: str, item: ErrorDetails) -> str:
-    """Returns the error message for the value of the key `where`, from pydantic's error record `item`."""
+def invalid_value(where: str, item: ErrorDetails, model: type[BaseModel]) -> str:
+    """Returns the error message for the value of the key `where` of a configuration of type `model`, from pydantic's
+    error record `item`."""
     value = item["input"]
     kind = item["type"]
     where = echoed(where)
@@ -128,8 +130,7 @@ def invalid_value(where: str, item: ErrorDetails) -> str:
     if kind in ("tuple_type", "list_type") and value is None:
         return f"{where} has no value; write [] for an empty list, or remove it"
     if kind in ("tuple_type", "list_type"):
-        entries = "[{KEY: VALUE}]" if isinstance(value, dict) else f"[{shortened(value)}]"
-        return f"{where} must be a list; write {where}={entries}"
+        return f"{where} must be a list; write '{where}={listed(model, where.split('.'), value)}'"
     subject = f"{where} is {'empty' if value is None else shortened(value)}"
     key = re.sub(r"[.][0-9]+(?=[.]|$)", ".*", where)
     word = str(value).lower() if isinstance(value, str | bool) else ""

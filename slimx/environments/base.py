@@ -62,12 +62,9 @@ class Environment(Protocol):
 
         `seed`: random seed for the rollout, which does not change when a run is resumed.
         """
-        ...
 
     async def step(self, text: str) -> Step:
         """Returns the environment's response to `text`, the model's turn."""
-        ...
 
     async def close(self) -> None:
         """Ends the episode. Called exactly once, even after an error or an expired deadline."""
-        ...

@@ -40,34 +40,28 @@ class EngineLayout:
     sizes: EngineSizes
 
     def __post_init__(self) -> None:
-        if self.sizes.pipeline > self.table.layers:
-            raise SlimxError(
-                f"rollout.engines.pipeline={self.sizes.pipeline} is more than the model's {self.table.layers} layers; "
-                "lower rollout.engines.pipeline",
+        sizes = self.sizes
+        table = self.table
+        physical = table.experts + sizes.redundant
+        if sizes.pipeline > table.layers:
+            fault = "layers", "pipeline", sizes.pipeline, f"is more than the model's {table.layers} layers; lower it"
+        elif not table.experts and (sizes.expert > 1 or sizes.redundant):
+            problem = f"and sglang.ep_num_redundant_experts={sizes.redundant} need a model with experts; set 1 and 0"
+            fault = "no_experts", "expert", sizes.expert, problem
+        elif sizes.attention_data > 1 and not any(row.group == "attention" for row in table.rows):
+            problem = "is not possible, because SGLang 0.5.23 does not support DP-attention for this model; set 1"
+            fault = "dp_attention", "dp_attention", sizes.attention_data, problem
+        elif physical % sizes.expert:
+            problem = (
+                f"does not divide an engine's {physical} physical experts ({table.experts} of the model, "
+                f"{sizes.redundant} redundant); choose a divisor of that sum"
             )
-        if not self.table.experts and (self.sizes.expert > 1 or self.sizes.redundant):
-            raise SlimxError(
-                f"an engine has expert-parallel size {self.sizes.expert} and {self.sizes.redundant} redundant "
-                "experts, but the model has no experts; set rollout.engines.expert=1 and remove "
-                "rollout.engines.sglang.ep_num_redundant_experts",
-                code="engine_layout.no_experts",
-                about="rollout.engines.expert",
-            )
-        if self.sizes.attention_data > 1 and not any(row.group == "attention" for row in self.table.rows):
-            raise SlimxError(
-                f"rollout.engines.dp_attention={self.sizes.attention_data} is not possible, because SGLang 0.5.23 "
-                "does not support DP-attention for this model; set rollout.engines.dp_attention=1",
-                code="engine_layout.dp_attention",
-                about="rollout.engines.dp_attention",
-            )
-        physical = self.table.experts + self.sizes.redundant
-        if physical % self.sizes.expert:
-            raise SlimxError(
-                f"rollout.engines.expert={self.sizes.expert} does not divide an engine's {physical} physical experts "
-                f"({self.table.experts} of the model, {self.sizes.redundant} redundant); choose a divisor of that sum",
-                code="engine_layout.experts",
-                about="rollout.engines.expert",
-            )
+            fault = "experts", "expert", sizes.expert, problem
+        else:
+            return
+        code, name, value, problem = fault
+        about = f"{sizes.key}.{name}"
+        raise SlimxError(f"{about}={value} {problem}", code=f"engine_layout.{code}", about=about)
 
     def parts(self) -> Iterator[Part]:
         """Yields every distinct local tensor of the engine, with the ranks that store it."""
@@ -165,7 +159,7 @@ class EngineLayout:
             try:
                 shape, inner = row.map.local([matrix(shape) for _, shape in sources], row.axis, shard, size)
             except SlimxError as error:
-                keys = "rollout.engines.tensor"
+                keys = f"{self.sizes.key}.tensor"
                 if row.stacked:
                     keys += " or expert"
                 elif row.group == "attention":

@@ -59,7 +59,6 @@ class IndexMap(Protocol):
 
         `shapes`: shapes of the sources, as matrices. `axis`: axis that is split over `size` ranks; None if every rank
         has the whole tensor."""
-        ...
 
 
 def share(length: int, rank: int, size: int, name: str = "a dimension") -> tuple[int, int]:

@@ -73,11 +73,9 @@ class TensorSlice(Protocol):
 
     def get_shape(self) -> list[int]:
         """Returns the tensor's shape."""
-        ...
 
     def get_dtype(self) -> str:
         """Returns the tensor's dtype in the notation of safetensors."""
-        ...
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor: ...
 
@@ -90,24 +88,19 @@ class TensorFiles(Protocol):
     @property
     def names(self) -> Collection[str]:
         """Names of all tensors in the checkpoint."""
-        ...
 
     @property
     def config(self) -> Json:
         """Contents of the checkpoint's config.json."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape in which tensor `name` is stored."""
-        ...
 
     def whole(self, name: str) -> torch.Tensor:
         """Reads the whole of tensor `name` and returns it in the dtype in which it is stored."""
-        ...
 
     def view(self, name: str) -> TensorSlice:
         """Returns a view of tensor `name`, from which parts can be read."""
-        ...
 
 
 class NumberFormat:

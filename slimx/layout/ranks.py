@@ -4,7 +4,7 @@ default order (tp-cp-ep-dp-pp), engine ranks in SGLang's."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from slimx.config.sections.engines import Engines
@@ -140,6 +140,8 @@ class EngineSizes:
     redundant: int = 0
     """Number of physical experts beyond the model's own, for expert load balancing; physical expert p is a copy of
     logical expert p mod the number of logical experts."""
+    key: str = field(default="rollout.engines", compare=False)
+    """Key of the list that contains the engine's group, for messages."""
 
     def __post_init__(self) -> None:
         for name, size in (("expert", self.expert), ("dp_attention", self.attention_data)):
@@ -189,4 +191,5 @@ def engine_sizes(group: Engines) -> EngineSizes:
         pipeline=group.pipeline,
         attention_data=group.dp_attention,
         redundant=redundant,
+        key=group.key,
     )

@@ -58,22 +58,18 @@ class MicrobatchSetting(Protocol):
     @property
     def tokens(self) -> int:
         """Number of the micro-batch's tokens on one context-parallel rank."""
-        ...
 
     @property
     def sizes(self) -> Sizes:
         """Parallel sizes of the trainer."""
-        ...
 
     @property
     def itemsize(self) -> int:
         """Bytes per element of parameters and activations."""
-        ...
 
     @property
     def materialized(self) -> bool:
         """True if attention stores the probabilities of all token pairs for the backward pass."""
-        ...
 
 
 @dataclass(frozen=True)

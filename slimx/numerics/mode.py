@@ -28,12 +28,10 @@ class Head(Protocol):
     def product(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Computes the logits [T, V / TP] from `hidden` [T, h] and `weight` [V / TP, h], this rank's part of the
         layer's weight."""
-        ...
 
     def logprobs(self, logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """Computes the log-probs [T] of `labels` [T] from this rank's logits, fp32 [T, V / TP], which are already
         divided by the temperature. `group`: ranks among which the vocabulary is split; None for one rank."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,26 +41,22 @@ class Source(Protocol):
 
     async def begin(self, manifest: Manifest) -> None:
         """Starts the publication that `manifest` identifies."""
-        ...
 
     async def forms(self) -> list[dict[str, str]]:
         """Returns every tensor that will be sent, name -> "dtype:d0,d1".
 
         The list has one dict that applies to all engine ranks (encodings "hf" and "adapters"), or one per engine rank
         ("local")."""
-        ...
 
     async def bucket_count(self) -> int: ...
 
     async def gather(self, bucket: int) -> PackedBucket:
         """Packs one bucket in the memory of the publishing ranks, where it stays until it is released, and returns its
         description."""
-        ...
 
     async def release(self, bucket: int | None = None) -> None:
         """Releases the memory of `bucket`. If `bucket` is None, the publication has ended, and the source may keep its
         memory for the next one."""
-        ...
 
 
 class Receiver(Protocol):
@@ -69,52 +65,41 @@ class Receiver(Protocol):
 
     async def inventory(self, encoding: Encoding) -> list[dict[str, str]]:
         """Returns every tensor that the engine loads in the given encoding, in the format of `Source.forms`."""
-        ...
 
     async def transport(self, method: str, *arguments: object) -> object:
         """Calls `method` of the transport's receiver on the engine. May also be called before the publication has begun
         on the engine."""
-        ...
 
     async def begin(self, manifest: Manifest, staging: Staging) -> None:
         """Prepares the engine for one publication. From now on the engine refuses calls that belong to earlier
         publications."""
-        ...
 
     async def stage(self, packed: PackedBucket, bucket: int) -> None:
         """Opens a bucket in the memory where it was packed or delivered, and verifies its checksums; the model does not
         change."""
-        ...
 
     async def receive(self, packed: PackedBucket, bucket: int) -> None:
         """Assembles a bucket from bytes that the trainer ranks sent or from the transport's files, and stages it."""
-        ...
 
     async def abort(self) -> None:
         """Drops staged buckets, because the publication has failed."""
-        ...
 
     async def pause(self) -> None:
         """Pauses generation unless it is already paused."""
-        ...
 
     async def load(self) -> None:
         """Copies the staged buckets into the model. From now on the engine is DIRTY: it must not serve until it is
         verified."""
-        ...
 
     async def verify(self) -> Json:
         """Verifies the model's weights against the published checksums; returns {"checked": number of tensors verified,
         ...}."""
-        ...
 
     async def commit(self, version: int) -> None:
         """Ends the publication on the engine, and sets the version of its weights to `version`."""
-        ...
 
     async def resume(self) -> None:
         """Resumes generation, after reallocating the memory that the engine had released."""
-        ...
 
 
 PROTOCOL = 9
@@ -137,7 +122,6 @@ class Recipient(Protocol):
         membership epoch in which the publication began.
 
         Raises ReceiverLost if the engine died or does not respond in time."""
-        ...
 
 
 class LocalRecipient:
@@ -198,12 +182,9 @@ class Members(Protocol):
 
     def candidates(self) -> Sequence[Recipient]:
         """Returns the running engines: those that serve, and restarted ones that wait for published weights."""
-        ...
 
     async def quarantine(self, recipient: Recipient, error: SlimxError) -> None:
         """Removes the engine from the router because of `error`, and starts its recovery in the background."""
-        ...
 
     async def admit(self, recipient: Recipient) -> None:
         """Adds an engine that has a verified version to the router."""
-        ...

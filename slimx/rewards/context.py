@@ -26,13 +26,11 @@ class Context(Protocol):
     @property
     def text(self) -> str:
         """Text of the trajectory's sampled tokens, without special tokens and with a line break between turns."""
-        ...
 
     @property
     def final_answer(self) -> str:
         """Text that is graded: the last turn's text after its thinking block; "" if the thinking block was not
         closed."""
-        ...
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
@@ -40,11 +38,9 @@ class Context(Protocol):
     @property
     def engines(self) -> Engines:
         """Clients of the frozen models, by the name of the engine group."""
-        ...
 
     def log(self, name: str, value: float) -> None:
         """Logs a number, at most once per name and hook call. The number becomes a metric of the trajectory."""
-        ...
 
 
 def answer_of(ctx: Context, hook: str) -> str:

@@ -54,16 +54,13 @@ class Form(Protocol):
         `key`: configuration key with the path, for error messages. `group`: True if the hook computes the rewards of a
         group. `facts`: properties of the run that the hook needs, as returned by `Form.facts`.
         """
-        ...
 
     def facts(self, config: Config) -> Json:
         """Returns the properties of the run that `load_reward` needs, as JSON values."""
-        ...
 
     def is_form_of(self, path: str) -> bool:
         """Returns True if the hook at `path`, which has no framework prefix, was written for this adapter's
         framework."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

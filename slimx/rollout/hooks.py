@@ -45,7 +45,6 @@ class AgentServer(Protocol):
 
     def session(self, session: object) -> AbstractAsyncContextManager[str]:
         """Serves `session`, the conversations of one rollout, inside the block; yields the base URL for its agent."""
-        ...
 
     async def stop(self) -> None: ...
 
@@ -71,7 +70,6 @@ class CompletionStream(Protocol):
     @property
     def completion(self) -> Completion:
         """The tokens received so far. Raises SlimxError if there are none."""
-        ...
 
 
 class Generator(Protocol):

@@ -11,7 +11,7 @@ from slimx.config.sections.engines import ServedEngines
 from slimx.config.sections.general import Cluster, Schedule
 from slimx.config.sections.rollout import Rollout
 from slimx.config.sections.trainer import Trainer
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.layout.kernels import deep_ep_lacks
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def shares_gpus(served: ServedEngines, schedule: Schedule, trainer: Trainer, dev
     ranks = sum(group.started * group.ranks for group in served.sampling)
     if schedule.colocate and device == "cuda" and ranks > trainer.world_size:
         yield (
-            f"schedule.colocate is true, but the policy's servers have {ranks} ranks, more than the "
-            f"{trainer.world_size} GPUs of the trainers (trainer.world_size); lower count or tensor in "
+            f"schedule.colocate is true, but the policy's servers have {counted(ranks, 'rank')}, more than the "
+            f"{counted(trainer.world_size, 'GPU')} of the trainers (trainer.world_size); lower count or tensor in "
             "rollout.engines"
         )
 

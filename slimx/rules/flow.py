@@ -13,6 +13,7 @@ from slimx.config.sections.eval import Eval
 from slimx.config.sections.general import RunSection, Schedule
 from slimx.config.sections.rollout import Rollout, batches_in_flight
 from slimx.config.sections.trainer import Trainer
+from slimx.errors import counted
 
 if TYPE_CHECKING:
     from slimx.layout.ranks import Sizes
@@ -187,8 +188,9 @@ def feeds_trainers(rollout: Rollout, schedule: Schedule, sizes: Sizes) -> Proble
     rows = update_rows(rollout, schedule)
     if rows < sizes.data:
         yield (
-            f"an update has {rows} rollouts {UPDATE}, fewer than the {sizes.data} data-parallel ranks; raise "
-            "rollout.prompts_per_step or rollout.group_size, or lower schedule.updates_per_step or trainer.data"
+            f"an update has {counted(rows, 'rollout')} {UPDATE}, fewer than the "
+            f"{counted(sizes.data, 'data-parallel rank')}; raise rollout.prompts_per_step or rollout.group_size, or "
+            "lower schedule.updates_per_step or trainer.data"
         )
 
 

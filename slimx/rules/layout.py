@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slimx.config.rule import Problems, broken, refuse, rule
-from slimx.config.sections.trainer import Trainer
+from slimx.config.sections.trainer import Trainer, nearest_divisor
 from slimx.errors import SlimxError
 from slimx.layout.kernels import deep_ep_lacks
 
@@ -26,7 +26,7 @@ def sizes_divide(sizes: Sizes, spec: ModelSpec) -> Problems:
         ("trainer.expert_tensor", sizes.expert_tensor, "columns of an expert", columns),
     ):
         if count % size:
-            nearest = _nearest_divisor(count, size)
+            nearest = nearest_divisor(count, size)
             yield (
                 key,
                 f"{key}={size} does not divide the number of {unit} of {spec.path}, {count}; the nearest valid size is "
@@ -38,11 +38,6 @@ def sizes_divide(sizes: Sizes, spec: ModelSpec) -> Problems:
             f"trainer.expert_tensor={sizes.expert_tensor} shards the experts of {spec.path}, but megatron-core would "
             "add their biases on every rank; set trainer.expert_tensor=1 and trainer.expert to 2 or more",
         )
-
-
-def _nearest_divisor(count: int, size: int) -> int:
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    return min(divisors, key=lambda n: (abs(n - size), n))
 
 
 @rule("layout.parts", "trainer")

@@ -10,6 +10,7 @@ from slimx.config.sections.general import Cluster, Schedule
 from slimx.config.sections.policies import Policy
 from slimx.config.sections.publish import Publish
 from slimx.config.sections.trainer import Trainer
+from slimx.errors import counted
 from slimx.runtime.ports import is_local
 
 
@@ -80,9 +81,9 @@ def leaves_no_node_idle(
     if schedule.colocate and publish.one_machine and trainer.world_size > per_node:
         yield (
             f"publish.transport={publish.transport} reaches only engines on the node of trainer rank 0, so with "
-            f"schedule.colocate the {trainer.world_size - per_node} GPUs of the other nodes (trainer.world_size "
-            f"{trainer.world_size}, {per_node} per node) would be idle during generation; set publish.transport to "
-            "auto, nixl or disk, and run servers on every node"
+            f"schedule.colocate the {counted(trainer.world_size - per_node, 'GPU')} of the other nodes "
+            f"(trainer.world_size {trainer.world_size}, {per_node} per node) would be idle during generation; set "
+            "publish.transport to auto, nixl or disk, and run servers on every node"
         )
 
 

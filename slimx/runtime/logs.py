@@ -63,5 +63,7 @@ def how_ended(status: int | None) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return f"ended with status {status}"
+    if name == "SIGSTOP":  # such a process has not ended by itself (`slimx.runtime.process.guard`)
+        return "was stopped by SIGSTOP, so slimx killed it"
     hint = " (out of memory? see dmesg)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"

@@ -190,7 +190,7 @@ def kill_descendants(pid: int) -> None:
 
 def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
     """Runs `argv` until it ends, SIGTERM arrives, the process `owner` ends, or a process of the tree stays stopped.
-    Returns the exit status of `argv` once the whole tree has ended.
+    Returns the exit status of `argv`, or 128 + SIGSTOP in the last case, once the whole tree has ended.
 
     `temporary`: a directory for the command's temporary files, which is removed at the end, because SGLang leaves seven
     files and sockets there.
@@ -233,7 +233,7 @@ def guard(owner: int, argv: list[str], temporary: str | None = None) -> int:
                 file.unlink()
     if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)
-    return status
+    return status if kill_at else 128 + signal.SIGSTOP
 
 
 def _kill_stopped(stop_watch: StopWatch, owner: int) -> bool:

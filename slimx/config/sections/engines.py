@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
@@ -25,6 +25,7 @@ from slimx.config.section import (
     Size,
     shortened,
 )
+from slimx.errors import counted
 
 MTP_DRAFTS = ("EAGLE", "NEXTN")
 """Values of SGLang's speculative_algorithm that use the model's multi-token-prediction (MTP) layer as the draft model,
@@ -43,8 +44,6 @@ _READ: dict[str, TypeAdapter[object]] = {
 class Engines(Section):
     """A group of identical engine servers."""
 
-    key: ClassVar[str] = "rollout.engines"
-    """Key of the list that contains the group."""
     name: str = "actor"
     """Name of the group in logs, metrics and hooks (`ctx.engines[name]`)."""
     role: Literal["regular", "prefill", "decode"] = "regular"
@@ -89,12 +88,20 @@ class Engines(Section):
     """Additional fields of SGLang's ServerArgs, which are validated and passed to the servers."""
 
     _borrowed: bool = PrivateAttr(default=False)
+    _key: str = PrivateAttr(default="rollout.engines")
 
-    def as_borrowed(self) -> Engines:
-        """Returns a copy of this group for a policy that uses another policy's servers (`policies.NAME.engines_of`)."""
+    def copied(self, key: str, *, borrowed: bool = False) -> Engines:
+        """Returns a copy of this group that is an entry of the list `key`. `borrowed`: True for a policy that uses
+        another policy's servers (`policies.NAME.engines_of`)."""
         group = self.model_copy()
-        group._borrowed = True
+        group._key = key
+        group._borrowed = borrowed
         return group
+
+    @property
+    def key(self) -> str:
+        """Key of the list that contains the group."""
+        return self._key
 
     @property
     def borrowed(self) -> bool:
@@ -129,7 +136,8 @@ class Engines(Section):
         policy."""
         return 0 if self.urls or self.borrowed else self.count
 
-    def _faults(self) -> Faults:
+    def faults(self) -> Faults:
+        """Yields the faults of this group, for the section that lists it."""
         for code, key, sentence in chain(self._started_faults(), self._external_faults()):
             yield code, self.key + key, f"{self.where} {sentence}"
 
@@ -181,8 +189,8 @@ class Engines(Section):
             yield (
                 "engines.nodes",
                 "",
-                f"has nodes={self.nodes}, which does not divide the {self.ranks} ranks of a server (tensor x "
-                "pipeline); set nodes to a divisor of that number",
+                f"has nodes={self.nodes}, which does not divide the {counted(self.ranks, 'rank')} of a server "
+                "(tensor x pipeline); set nodes to a divisor of that number",
             )
         if self.ranks > SERVER:
             yield (
@@ -195,8 +203,8 @@ class Engines(Section):
             yield (
                 "engines.group_ranks",
                 "",
-                f"has {self.started} servers of {self.ranks} ranks, more than the maximum of {GPUS:,} ranks per group; "
-                "lower count, tensor or pipeline",
+                f"has {counted(self.started, 'server')} of {counted(self.ranks, 'rank')}, more than the maximum of "
+                f"{GPUS:,} ranks per group; lower count, tensor or pipeline",
             )
 
     def _external_faults(self) -> Faults:
@@ -264,14 +272,18 @@ class ServedEngines:
 
 
 def group_faults(groups: Sequence[Engines]) -> Faults:
-    """Yields the faults that concern several groups: repeated names and addresses, and roles that cannot be
-    combined."""
+    """Yields the faults of each of the `groups` of one list and those that concern several: repeated names and
+    addresses, and roles that cannot be combined."""
+    key = ""
+    for group in groups:
+        key = group.key
+        yield from group.faults()
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
         yield (
             "engines.name_twice",
-            "rollout.engines",
-            f"rollout.engines has groups named {', '.join(names)}; give each group a unique name",
+            key,
+            f"{key} has groups named {', '.join(names)}; give each group a unique name",
         )
     urls = [*chain.from_iterable(group.urls for group in groups)]
     for url in urls:
@@ -279,7 +291,7 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
             yield (
                 "engines.url_in_two_groups",
                 url,
-                f"rollout.engines lists the server {url} twice; list each server in one group only",
+                f"{key} lists the server {url} twice; list each server in one group only",
             )
             break
     roles = {group.role for group in groups if not group.frozen}
@@ -289,14 +301,14 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
         missing = "decode" if present == "prefill" else "prefill"
         yield (
             "engines.role_missing",
-            "rollout.engines",
-            f"rollout.engines has a group with role={present} but none with role={missing}; add such a group",
+            key,
+            f"{key} has a group with role={present} but none with role={missing}; add such a group",
         )
     if split and "regular" in roles:
         yield (
             "engines.roles_mixed",
-            "rollout.engines",
-            "rollout.engines mixes the role regular with prefill and decode, which one router cannot serve; use "
+            key,
+            f"{key} mixes the role regular with prefill and decode, which one router cannot serve; use "
             "regular for all groups of the policy, or for none",
         )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, PrivateAttr
 
-from slimx.config.section import Amount, Count, PathText, Real, Seconds, Section, TopP, Weight
+from slimx.config.section import Amount, Count, Faults, PathText, Real, Seconds, Section, TopP, Weight
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.rollout import RowFields
 
@@ -53,7 +53,7 @@ def _entries(prompts: object) -> object:
 class EvalEngines(Engines):
     """A group of evaluation engines, which evaluate during training and generate no training data."""
 
-    key = "eval.engines"
+    _key: str = PrivateAttr(default="eval.engines")
     name: str = "eval"
     """Name of the group in logs and metrics."""
 
@@ -88,6 +88,10 @@ class Eval(Section):
     deadline: Seconds = 3600
     """Seconds for which training waits for the evaluation of an earlier step on `eval.engines`, and the end of the run
     for that of the last step; after that the evaluation is given up and counted (`eval/lost`)."""
+
+    def _faults(self) -> Faults:
+        for group in self.engines:
+            yield from group.faults()
 
     @property
     def ks(self) -> tuple[int, ...]:

@@ -7,10 +7,10 @@ import ipaddress
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from slimx.config.rule import Refusal
 from slimx.config.section import Amount, Count, Faults, PathText, Positive, Seconds, Section, Size
+from slimx.errors import counted
 from slimx.runtime.ports import LOOPBACK
 
 
@@ -102,20 +102,17 @@ class Cluster(Section):
             return LOOPBACK
         return self.trusted_network if isinstance(self.trusted_network, str) else None
 
-    @field_validator("trusted_network")
-    @classmethod
-    def _cidr(cls, value: bool | str | None) -> bool | str | None:
-        if isinstance(value, str):
+    def _faults(self) -> Faults:
+        if isinstance(self.trusted_network, str):
             try:
-                ipaddress.ip_network(value, strict=False)
+                ipaddress.ip_network(self.trusted_network, strict=False)
             except ValueError:
-                raise Refusal(
-                    f"cluster.trusted_network is {value!r}, which is not a network in CIDR notation; set true or a "
-                    "network such as 10.0.0.0/16",
-                    code="cluster.trusted_network",
-                    about="cluster.trusted_network",
-                ) from None
-        return value
+                yield (
+                    "cluster.trusted_network",
+                    "cluster.trusted_network",
+                    f"cluster.trusted_network is {self.trusted_network!r}, which is not a network in CIDR notation; "
+                    "set true or a network such as 10.0.0.0/16",
+                )
 
 
 class SavedRollouts(Section):
@@ -178,23 +175,19 @@ class Track(Section):
     """URL to which events such as stalled, engine_lost, failed and finished are posted as JSON (docs/operations.md);
     null: none. For a URL that contains a secret, write ${oc.env:NAME}: the secret is then not written to files."""
 
-    @field_validator("webhook")
-    @classmethod
-    def _is_url(cls, value: str | None) -> str | None:
-        """Raises Refusal if the webhook is not a URL. The error does not repeat the value, which may be a secret."""
-        if value is not None:
-            try:
-                url = urlsplit(value)
-                good = url.scheme in ("http", "https") and url.hostname is not None and url.port != 0
-            except ValueError:
-                good = False
-            if not good:
-                raise Refusal(
-                    "track.webhook is not an http or https URL; set a URL such as https://example.com/KEY, or null",
-                    code="track.webhook",
-                    about="track.webhook",
-                )
-        return value
+    def _faults(self) -> Faults:
+        """Yields a fault if the webhook is not a URL. The message does not repeat the value, which may be a secret."""
+        try:
+            url = urlsplit("https://none" if self.webhook is None else self.webhook)
+            good = url.scheme in ("http", "https") and url.hostname is not None and url.port != 0
+        except ValueError:
+            good = False
+        if not good:
+            yield (
+                "track.webhook",
+                "track.webhook",
+                "track.webhook is not an http or https URL; set a URL such as https://example.com/KEY, or null",
+            )
 
 
 class Checkpoint(Section):
@@ -233,7 +226,7 @@ class Checkpoint(Section):
         if self.keep_every and (not self.every or self.keep_every % self.every):
             schedule = "only by time and at the end (checkpoint.every is 0)"
             if self.every:
-                schedule = f"every {self.every} steps"
+                schedule = f"every {counted(self.every, 'step')}"
             yield (
                 "checkpoint.keep_every",
                 "checkpoint.keep_every",

@@ -60,11 +60,8 @@ class Policy(Section):
 
     def _faults(self) -> Faults:
         changed = []
-        for key in ("model", "trainer", "algorithm"):
-            if getattr(self, key):
-                changed.append(key)
-        for key in ("engines", "engines_of"):
-            if getattr(self, key) is not None:
+        for key in ("model", "trainer", "algorithm", "engines", "engines_of"):
+            if getattr(self, key) not in (None, {}):
                 changed.append(key)
         if self.shares is not None and changed:
             yield (
@@ -171,15 +168,15 @@ def derived(run: Json, name: str, policy: Policy) -> Json:
     }
 
 
-def _engines(rollout: Json, name: str, policy: Policy) -> list[Json]:
+def _engines(rollout: Json, name: str, policy: Policy) -> Sequence[Engines | Json]:
     if policy.engines is not None:
-        return [group.model_dump(exclude_unset=True) for group in policy.engines]
+        return [group.copied(f"policies.{name}.engines") for group in policy.engines]
     groups = []
     for group in rollout.get("engines", ({},)):
         if not group.get("frozen"):
             groups.append(dict(group))
     if policy.engines_of is not None:
-        return groups
+        return [Engines(**group).copied("rollout.engines", borrowed=True) for group in groups]
     for group in groups:
         group["name"] = name if len(groups) == 1 else f"{name}-{group.get('name', ACTOR)}"
         if "path" in policy.model:

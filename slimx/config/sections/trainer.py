@@ -19,6 +19,7 @@ from slimx.config.section import (
     Size,
     Weight,
 )
+from slimx.errors import counted
 
 CYCLE = 5
 """Number of Newton-Schulz iterations with different coefficients, after which the coefficients repeat (`quintic` of
@@ -300,20 +301,16 @@ class Trainer(RankLayout):
         experts = self.expert * self.expert_tensor_size
         stage = self.tensor * self.context * self.data_size
         if product == self.world_size and stage % experts:
-            fitting = []
-            for size in range(1, stage + 1):
-                if stage % (size * self.expert_tensor_size) == 0:
-                    fitting.append(size)
-            nearest = min(fitting or [1], key=lambda n: (abs(n - self.expert), n))
-            remedy = f"trainer.expert={nearest}"
-            if not fitting:
+            quotient, rest = divmod(stage, self.expert_tensor_size)
+            remedy = f"trainer.expert={nearest_divisor(1 if rest else quotient, self.expert)}"
+            if rest:
                 remedy += " with trainer.expert_tensor=1"
             yield (
                 "trainer.expert",
                 "trainer.expert",
                 f"trainer.expert {self.expert} x trainer.expert_tensor {self.expert_tensor_size} = {experts} does not "
-                f"divide the {stage} ranks of a pipeline stage (tensor x context x data); change trainer.world_size, "
-                f"or use the nearest valid setting, {remedy}",
+                f"divide the {counted(stage, 'rank')} of a pipeline stage (tensor x context x data); change "
+                f"trainer.world_size, or use the nearest valid setting, {remedy}",
             )
         if self.expert == 1 and self.expert_tensor_size != self.tensor:
             # megatron-core 0.19.2 reduces such experts over separate groups, but layout and memory plan treat experts
@@ -325,3 +322,9 @@ class Trainer(RankLayout):
                 f"{self.tensor}; experts that are sharded differently from dense layers need expert parallelism: "
                 "set trainer.expert_tensor=null",
             )
+
+
+def nearest_divisor(count: int, size: int) -> int:
+    """Returns the divisor of `count` that is nearest to `size`."""
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    return min(divisors, key=lambda n: (abs(n - size), n))

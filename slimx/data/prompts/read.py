@@ -61,15 +61,12 @@ class DataSource(Protocol):
 
     def next(self) -> Prompt:
         """Returns the next prompt. A source never runs out of prompts."""
-        ...
 
     def state(self) -> Json:
         """Returns the source's position as JSON values, for checkpoints."""
-        ...
 
     def restore(self, state: Json) -> None:
         """Continues at the position `state`, which `state()` of another instance returned."""
-        ...
 
 
 def read_prompts(

@@ -22,7 +22,7 @@ from slimx.engines.fleet.router_keeper import RouterKeeper
 from slimx.engines.outage import EnginePhase, Outage
 from slimx.engines.server.router import Router
 from slimx.engines.server.server import ANSWER_S
-from slimx.errors import DeadlineError, PartLost, SlimxError, first_line
+from slimx.errors import DeadlineError, PartLost, SlimxError, counted, first_line
 from slimx.json_types import Json
 from slimx.reshard.parties import ReceiverLost
 from slimx.runtime.tasks import Ticker, cancelled
@@ -166,10 +166,7 @@ class Membership:
         if not self._every_role([other for other in self.engines if other.state is not MemberState.GONE]):
             role = engine.spec.role
             kind = "engine" if role == "regular" else f"{role} engine"
-            limit = f"rollout.health.restarts is {self.health.restarts}"
-            history = describe_restarts(self.history())
-            if history:
-                limit += f": {history}"
+            limit = describe_restarts(self.health, self.history())
             self.fail(
                 PartLost(
                     f"no {kind} is left, and all restarts ({limit}) are used up (last error: {error}); "
@@ -294,7 +291,9 @@ class Membership:
                 if engine.incarnation != incarnation or await self._quarantine_if_ended(engine):
                     failures = 0
                 elif failures >= self.health.threshold:
-                    await self.quarantine(engine, error)
+                    checks = counted(failures, "failed health check")
+                    message = f"slimx kills engine {engine.name} after {checks}: {error}"
+                    await self.quarantine(engine, ReceiverLost(message, code=error.code, about=engine.name))
 
     # Bookkeeping ------------------------------------------------------------------------------------------------------
 

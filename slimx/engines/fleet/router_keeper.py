@@ -134,10 +134,7 @@ class RouterKeeper:
             self.restarts.serves()
             self.membership.changed()
             return
-        limit = f"rollout.health.restarts is {self.membership.health.restarts}"
-        history = describe_restarts(self.restarts.history)
-        if history:
-            limit += f": {history}"
+        limit = describe_restarts(self.membership.health, self.restarts.history)
         self.membership.fail(
             PartLost(
                 f"the router is lost, and all its restarts ({limit}) are used up (last error: {reason}); find "

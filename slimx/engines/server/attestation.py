@@ -15,7 +15,7 @@ import slimx
 from slimx.engines.server.arguments import command_line
 from slimx.engines.server.http_calls import REFUSED, ControlClient, request
 from slimx.engines.server.spec import EngineSpec, policy_args
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.json_types import Json
 from slimx.layout.kernels import BLACKWELL, unpublishable
 from slimx.layout.ranks import EngineSizes
@@ -208,8 +208,9 @@ def forms_of(name: str, ranks: Sequence[Json], encoding: Encoding) -> list[dict[
         if uncovered:
             parameter, reason = next(iter(uncovered.items()))
             raise SlimxError(
-                f"rank {index} of engine {name} has {len(uncovered)} parameters that slimx cannot publish (the first "
-                f"is {parameter}: {reason}); add rows for these parameters to slimx/adapters/sglang/weights/layout.py",
+                f"rank {index} of engine {name} has {counted(len(uncovered), 'parameter')} that slimx cannot publish "
+                f"(the first is {parameter}: {reason}); add rows for these parameters to "
+                "slimx/adapters/sglang/weights/layout.py",
                 code="engine.uncovered",
                 about=parameter,
             )
@@ -234,8 +235,8 @@ def check_staged(name: str, ranks: Sequence[Json]) -> None:
     for index, rank in enumerate(ranks):
         if rank["missing"]:
             raise SlimxError(
-                f"{rank['missing']} tensors of the model (the first is {rank['first_missing']}) are not staged on "
-                f"rank {index} of engine {name}; stage every tensor before loading",
+                f"{counted(rank['missing'], 'tensor')} of the model (the first is {rank['first_missing']}) are not "
+                f"staged on rank {index} of engine {name}; stage every tensor before loading",
                 code="engine.not_staged",
                 about=rank["first_missing"],
             )
@@ -247,8 +248,8 @@ def check_copied(name: str, ranks: Sequence[Json]) -> None:
         error = rank["outcome"].get("error")
         if error:
             raise SlimxError(
-                f"copying weights to rank {index} of engine {name} failed after {rank['outcome']['loaded']} tensors "
-                f"({error}); publish the weights again",
+                f"copying weights to rank {index} of engine {name} failed after "
+                f"{counted(rank['outcome']['loaded'], 'tensor')} ({error}); publish the weights again",
                 code="engine.copy",
                 about=name,
             )
@@ -271,8 +272,8 @@ def verified_by(name: str, ranks: Sequence[Json]) -> Json:
         wrong = _names_of_all(ranks, key)
         if wrong:
             raise SlimxError(
-                f"engine {name}: {len(wrong)} tensors (the first is {wrong[0]}) {problem}; publish the weights "
-                "again, or restart the engine",
+                f"engine {name}: {counted(len(wrong), 'tensor')} (the first is {wrong[0]}) {problem}; publish the "
+                "weights again, or restart the engine",
                 code="engine.unverified",
                 about=wrong[0],
             )

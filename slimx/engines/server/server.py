@@ -57,23 +57,19 @@ class Machines(Protocol):
     async def start(self, host: str, deadline_s: float) -> NodeShare:
         """Starts the server's processes on all nodes but the first, and returns the first node's `NodeShare`, with
         which the caller starts that node's processes. `host`: address of the first node."""
-        ...
 
     async def ended(self, deadline_s: float) -> str | None:
         """Returns a description of how the first failed process ended; None if all processes are running or a node does
         not respond."""
-        ...
 
     async def transport(self, method: str, messages: Sequence[object] | None = None) -> list[Any]:
         """Calls `method` of the transport's receiver on every node and returns the results.
 
         `messages`: one argument per node; None for calls without an argument."""
-        ...
 
     async def stop(self, grace_s: float, deadline_s: float) -> None:
         """Ends the processes on these nodes, and kills those that have not exited after `grace_s` seconds; never
         raises."""
-        ...
 
 
 class EngineServer:

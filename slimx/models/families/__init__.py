@@ -63,37 +63,30 @@ class Family(FamilyOptions, Protocol):
     def unsupported(self, hf: HfConfig) -> str | None:
         """Returns a description, beginning with the field's name, of the first setting in config.json `hf` that slimx
         does not support; None if slimx supports the model."""
-        ...
 
     def transformer_config(self, hf: HfConfig) -> Json:
         """Returns the fields of megatron-core's TransformerConfig (with `multi_latent_attention`: MLATransformerConfig)
         that define the model, except parallelism and dtype. For a dense model, `num_moe_experts` is absent."""
-        ...
 
     def gpt_arguments(self, hf: HfConfig) -> Json:
         """Returns the arguments of megatron-core's GPTModel other than the TransformerConfig and the layer spec."""
-        ...
 
     def mtp_layers(self, hf: HfConfig) -> int:
         """Returns the number of multi-token prediction layers that the checkpoint declares."""
-        ...
 
     def layer_kind(self, hf: HfConfig) -> LayerKind:
         """Returns the kind of the decoder's layers, which describes what each layer computes
         (`slimx.models.layer_kind`)."""
-        ...
 
     def engine_table(self, hf: HfConfig, *, fused_shared_experts: bool = False) -> Table:
         """Returns SGLang's weight table: for each parameter of the served model, the checkpoint tensors that it
         contains. `fused_shared_experts`: True if SGLang stores shared experts after the routed ones in the same
         parameters."""
-        ...
 
     def weight_table(self, hf: HfConfig, mtp: int = 0) -> Table:
         """Returns the trainer's weight table: for each parameter of megatron-core's model, the checkpoint tensors that
         it contains. `mtp`: number of multi-token prediction layers to train; further layers are copied unchanged to
         exports."""
-        ...
 
 
 GROUP = "slimx.families"

@@ -20,17 +20,14 @@ class CheckpointFormat(Protocol):
 
     def recognizes(self, directory: Path) -> bool:
         """Returns True if `directory` contains a checkpoint in this format."""
-        ...
 
     def check(self, directory: Path, spec: object) -> None:
         """Raises SlimxError unless the checkpoint in `directory` contains the weights of the model `spec`, a
         ModelSpec."""
-        ...
 
     def load(self, directory: Path, spec: object, chunks: list[torch.nn.Module]) -> None:
         """Loads the weights in `directory` into a trainer rank's model chunks. Collective over all trainer ranks.
         `spec`: the model, a ModelSpec."""
-        ...
 
 
 def format_of(directory: Path) -> CheckpointFormat | None:

@@ -41,12 +41,10 @@ class RowImages(Protocol):
 
     def __call__(self, row: Json, where: str) -> Json:
         """Rewrites a row as `RowMapping.images` does."""
-        ...
 
     @property
     def check(self) -> Callable[[PreTrainedTokenizerBase, Sequence[Prompt], str, int, int], None]:
         """Replacement of `check_prompts` for prompts with images."""
-        ...
 
 
 def row_images(config: Config, keep: bool) -> RowImages | None:

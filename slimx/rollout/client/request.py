@@ -12,7 +12,7 @@ import numpy as np
 from slimx.config.sections.policies import ACTOR
 from slimx.data.integers import as_ids
 from slimx.data.records import Image
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, joined
 
@@ -91,17 +91,18 @@ class GenerationRequest:
         description of the interruption.
         """
         count = len(received.token_ids)
+        cut += f" after {counted(count, 'token')} and cannot be continued, because"
         if self.sampling.get("stop"):
             raise SlimxError(
-                f"{cut} after {count} tokens and cannot be continued, because these tokens may contain the start of a "
-                "stop string; use stop_token_ids instead of stop, or engine.generate instead of engine.stream",
+                f"{cut} these tokens may contain the start of a stop string; use "
+                "stop_token_ids instead of stop, or engine.generate instead of engine.stream",
                 code="request.stop_string",
                 about="stop",
             )
         if self.whole:
             raise SlimxError(
-                f"{cut} after {count} tokens and cannot be continued, because its grammar (ebnf) must match from the "
-                "first token; use engine.generate instead of engine.stream",
+                f"{cut} its grammar (ebnf) must match from the first token; use "
+                "engine.generate instead of engine.stream",
             )
         sampling = dict(self.sampling)
         for name in ("max_new_tokens", "min_new_tokens"):

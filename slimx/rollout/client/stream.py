@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 
 from slimx.engines.server.http_calls import message_of, parse_body
-from slimx.errors import DeadlineError, raised
+from slimx.errors import DeadlineError, counted, raised
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, Scores
 from slimx.rollout.client.reader import Meta, Reader
@@ -132,7 +132,7 @@ class TokenStream:
                 response.close()
             # Engines send the last token with the finish reason, so the received tokens contain no stop token.
             request = self._pending.rest(cut=f"POST {self._sender.url}: a stream broke off ({cause})")
-            await self._sender.lost(f"a stream broke off after {self._pending.count} tokens ({cause})")
+            await self._sender.lost(f"a stream broke off after {counted(self._pending.count, 'token')} ({cause})")
             await asyncio.sleep(PAUSE_S)
 
     def _left(self) -> float:

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
 
-from slimx.errors import SlimxError
+from slimx.errors import SlimxError, counted
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest, Pending
 from slimx.rollout.flow.gate import CANCEL_S, Gate
@@ -27,7 +27,9 @@ from slimx.runtime.tasks import AnyFuture
 
 
 def _aborted(pending: Pending) -> SlimxError:
-    return SlimxError(f"an engine aborted a request on its own after {pending.count} tokens; see RUN/logs/engine-*.log")
+    return SlimxError(
+        f"an engine aborted a request on its own after {counted(pending.count, 'token')}; see RUN/logs/engine-*.log"
+    )
 
 
 async def _pieces(stream: CompletionStream, out: asyncio.Future[None]) -> AsyncIterator[Completion]:

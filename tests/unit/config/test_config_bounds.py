@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.rollout import Rollout
 from tests.refusals import invalid
 
 
@@ -48,15 +49,20 @@ def test_every_number_of_the_schema_has_finite_bounds():
     assert found > 100
 
 
+def listing(**group: Any) -> Rollout:
+    """Returns the section that lists an engine group, which it checks."""
+    return Rollout(prompts="p", engines=(Engines(**group),))
+
+
 @pytest.mark.parametrize("share", [0, 1, 16, -0.5, "0.8", True, [0.8]])
 def test_the_engines_share_of_memory_is_between_0_and_1(share: Any):
     with invalid("engines.sglang_value", about="rollout.engines.sglang.mem_fraction_static"):
-        Engines(sglang={"mem_fraction_static": share})
+        listing(sglang={"mem_fraction_static": share})
     assert Engines(sglang={"mem_fraction_static": 0.8}).sglang == {"mem_fraction_static": 0.8}
 
 
 def test_a_group_of_more_servers_than_there_are_gpus_is_refused():
     with invalid("engines.group_ranks", about="rollout.engines"):
-        Engines(count=65536, tensor=64)
+        listing(count=65536, tensor=64)
     with invalid("engines.server_ranks", about="rollout.engines"):
-        Engines(tensor=65536)
+        listing(tensor=65536)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from slimx.config.load import load_config
 from slimx.config.section import ECHOED
 from slimx.errors import SlimxError
-from tests.refusals import refused
+from tests.refusals import numbers, refused
 
 BASE = {
     "run": {"dir": "r"},
@@ -39,8 +40,47 @@ def test_an_index_behind_the_last_adds_an_entry_with_defaults(file):
     assert config.trainer.optimizer.betas == (0.8, 0.95)
     with refused("config.entry", about="rollout.engines.4"):
         load_config(file, ["rollout.engines.4.name=b"])
-    with refused("config.override", about="rollout.engines.tensor"):
-        load_config(file, ["rollout.engines.tensor=2"])
+
+
+@pytest.mark.parametrize(
+    ("override", "about", "found"),
+    [
+        ("rollout.engines.a.tensor=2", "rollout.engines", [2, 1, 0]),
+        ("rollout.engines.-1.tensor=2", "rollout.engines", [1, 0]),
+        ("rollout.engines={}", "rollout.engines", [1, 0]),
+        ("policies.judge.engines.j.tensor=2", "policies.judge.engines", [2, 2, 0]),
+        ("trainer.optimizer.betas.first=1", "trainer.optimizer.betas", [1, 2, 0]),
+    ],
+)
+def test_a_key_that_is_no_index_of_a_list_is_told_the_number_of_its_entries(file, override, about, found):
+    base = load_config(file, ["policies={judge: {engines: [{name: j}, {name: k}]}}", "publish.transport=memory"])
+    with refused("config.override", about=about) as caught:
+        load_config(base, [override])
+    assert numbers(caught.value)[-len(found) :] == found
+
+
+@pytest.mark.parametrize(
+    ("override", "about"),
+    [
+        ("rollout.engines.tensor=2", "rollout.engines"),
+        ("rollout.engines={tensor: 2}", "rollout.engines"),
+        ("rollout.engines=2", "rollout.engines"),
+        ("eval.engines=actor", "eval.engines"),
+        ("policies.judge.engines=big", "policies.judge.engines"),
+        ("eval.pass_at=4", "eval.pass_at"),
+        ("~eval", "~eval"),
+        ("~trainer.lora", "~trainer.lora"),
+    ],
+)
+def test_what_an_override_is_told_to_write_is_accepted(file, override, about):
+    base = load_config(file, {"eval.samples": 4, "eval.temperature": 1, "publish.transport": "memory"})
+    if about.startswith("policies"):
+        base = load_config(base, {"policies.judge": {}})
+    with pytest.raises(SlimxError) as caught:
+        load_config(base, [override])
+    assert caught.value.about == about
+    (advice,) = re.findall("write '?([^']+)'?$", str(caught.value))
+    load_config(base, [advice])
 
 
 @pytest.mark.parametrize(

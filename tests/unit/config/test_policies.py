@@ -76,6 +76,14 @@ def test_several_groups_of_engines_keep_their_names_behind_the_policys() -> None
         ({"judge": {"trainer": {"world_size": 0}}}, "policies.value", "policies.judge.trainer.world_size"),
         ({"judge": {"engines": [{"name": "actor"}]}}, "policies.engine_name", "actor"),
         ({"judge": {"engines": [{"name": "wise"}]}}, "policies.engine_name", "wise"),
+        ({"judge": {"engines": [{"tensor": 2, "nodes": 3}]}}, "engines.nodes", "policies.judge.engines"),
+        ({"judge": {"engines": [{"tensor": 2, "expert": 3}]}}, "engines.sizes", "policies.judge.engines"),
+        ({"judge": {"engines": [{"name": "j"}, {"name": "j"}]}}, "engines.name_twice", "policies.judge.engines"),
+        (
+            {"judge": {"trainer": {"world_size": 3, "tensor": 2}}},
+            "trainer.world_size",
+            "policies.judge.trainer.world_size",
+        ),
     ],
 )
 def test_unknown_or_incompatible_policies_are_refused(policies: dict[str, Any], code: str, about: str) -> None:
@@ -110,7 +118,7 @@ def test_features_unproven_with_several_policies_are_refused_by_name(key: str) -
     ("judge", "about"),
     [
         ({"trainer": {"lora": {"rank": 4, "alpha": 8}, "load": None}}, "policies.judge.trainer.lora"),
-        ({"engines": [{"name": "j", "urls": ["http://127.0.0.1:1"]}]}, "policies.judge.rollout.engines.urls"),
+        ({"engines": [{"name": "j", "urls": ["http://127.0.0.1:1"]}]}, "policies.judge.engines.urls"),
         ({"algorithm": {"teacher": "wise"}}, "policies.judge.algorithm.teacher"),
     ],
 )

@@ -41,6 +41,15 @@ def test_overrides_are_texts_or_nested_or_dotted_keys(file: Path, overrides):
     assert load_config(file, "schedule.steps=3").schedule.steps == 3
 
 
+@pytest.mark.parametrize("overrides", [{5: 3}, ("schedule.steps=3", {"run.name": "x"}), [Path("f")], {("a", "b"): 1}])
+def test_overrides_that_are_not_strings_are_refused(file: Path, overrides):
+    with refused("config.override"):
+        load_config(file, overrides)
+    if isinstance(overrides, dict):
+        with refused("config.override"):
+            load_config(overrides)
+
+
 @pytest.mark.parametrize("text", ["null", "1e3", "true", "a: b", "é\n'\"", "\U0001f600"])
 def test_a_text_of_a_mapping_stays_a_text(file: Path, text: str):
     assert load_config(file, {"run.name": text}).run.name == text

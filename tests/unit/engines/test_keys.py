@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from slimx.config.sections.engines import Engines
+from slimx.config.sections.rollout import Rollout
 from slimx.engines.fleet.group import keys_of
 from slimx.engines.server.attestation import check_guarded
 from slimx.engines.server.http_calls import ControlClient
@@ -84,7 +85,7 @@ def test_keys_of_servers_that_run_already_are_named_by_their_variables(monkeypat
     assert keys_of(group) == Keys("k") and keys_of(group).control == "k"
     assert keys_of(Engines(urls=("http://h:1",))) == NO_KEYS
     with invalid("engines.keys_without_urls", about="rollout.engines"):
-        Engines(api_key_env="SERVED_KEY")
+        Rollout(prompts="p", engines=(Engines(api_key_env="SERVED_KEY"),))
 
 
 def test_keys_are_in_neither_arguments_nor_environment_of_a_process(tmp_path: Path) -> None:

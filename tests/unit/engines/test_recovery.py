@@ -164,7 +164,8 @@ async def test_a_dead_engine_is_found_at_once_a_sick_one_after_three_checks():
         stand.engines[1].check_health = check
         await stand.until(lambda: stand.members.lost == 2)
         assert checks == 3
-        assert [note for note in stand.notes if note.startswith("engine e1 ") and note.endswith(str(sick))]
+        (note,) = [note for note in stand.notes if note.startswith("engine e1 ") and note.endswith(str(sick))]
+        assert numbers(note) == [3]
 
 
 @pytest.mark.parametrize("part", ["engine", "router"])

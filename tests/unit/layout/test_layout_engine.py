@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from slimx.config.sections.eval import EvalEngines
 from slimx.extras.families import deepseek_v3
+from slimx.layout import ranks
 from slimx.layout.engine import EngineLayout
 from slimx.layout.ranks import EngineSizes
 from tests.refusals import refused
@@ -97,6 +99,17 @@ def test_experts_that_cannot_be_shared_are_refused_with_the_numbers(sizes: Engin
     with refused("engine_layout.experts", about="rollout.engines.expert") as caught:
         EngineLayout(SERVED["qwen"].table, sizes)
     assert re.findall(r"\d+", str(caught.value)) == numbers
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({"expert": 8, "tensor": 8}, "expert"), ({"pipeline": 99}, "pipeline")],
+)
+def test_sizes_are_refused_by_the_key_of_their_group(fields: dict[str, int], name: str):
+    sizes = ranks.engine_sizes(EvalEngines(frozen="pipeline" in fields, **fields))
+    with refused(f"engine_layout.{'layers' if name == 'pipeline' else 'experts'}", about=f"eval.engines.{name}"):
+        EngineLayout(SERVED["qwen"].table, sizes)
+    assert sizes == EngineSizes(**fields), "plans for groups of equal sizes are the same"
 
 
 def test_shards_that_cannot_be_shared_are_refused_with_the_number():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,17 @@ from slimx.runtime.logs import begin_log, how_ended, log_end, marked, quoted
 
 
 @pytest.mark.parametrize(
-    ("status", "signal"),
+    ("status", "name"),
     [(137, "SIGKILL"), (-9, "SIGKILL"), (139, "SIGSEGV"), (-6, "SIGABRT"), (143, "SIGTERM")],
 )
-def test_a_signal_is_called_by_its_name(status: int, signal: str) -> None:
+def test_a_signal_is_called_by_its_name(status: int, name: str) -> None:
     words = how_ended(status)
-    assert signal in words and not any(figure in words for figure in "0123456789")
-    assert ("dmesg" in words) is (signal == "SIGKILL")
+    assert name in words and not any(figure in words for figure in "0123456789")
+    assert ("dmesg" in words) is (name == "SIGKILL")
+
+
+def test_a_process_killed_because_it_was_stopped_did_not_lack_memory() -> None:
+    assert "SIGSTOP" in how_ended(128 + signal.SIGSTOP) and "dmesg" not in how_ended(128 + signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("status", [0, 1, 128, 255])

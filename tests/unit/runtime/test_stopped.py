@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slimx.runtime.process import LOOKS, StopWatch
+from slimx.runtime.process import LOOKS, StopWatch, SupervisedProcess
 from tests.processes import wait_for
 
 Start = Callable[..., subprocess.Popen]
@@ -54,6 +54,20 @@ def test_a_descendant_found_stopped_several_times_in_a_row_is_lost(start: Start)
     stop(child.pid)
     assert looks(watch, LOOKS) == [*[[]] * (LOOKS - 1), [process]]
     assert busy.poll() is None
+
+
+@pytest.mark.slow("the looks of a guard")
+def test_a_server_that_stays_stopped_is_killed_with_the_reason(tmp_path: Path) -> None:
+    process = SupervisedProcess("server", ["sleep", "600"], tmp_path / "server.log")
+    process.start()
+    try:
+        guard = psutil.Process(process.pid)
+        wait_for(guard.children)
+        stop(guard.children()[0].pid)
+        wait_for(lambda: process.poll() is not None, 30)
+        assert process.poll() == 128 + signal.SIGSTOP and "dmesg" not in str(process.ended())
+    finally:
+        process.stop(0)
 
 
 def test_an_owner_counts_only_as_a_worker_of_ray_whose_raylet_runs(start: Start, tmp_path: Path) -> None:

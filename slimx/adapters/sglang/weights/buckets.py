@@ -80,16 +80,13 @@ class Slot(Protocol):
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the slot's tensors, keyed by the names under which `place` records them in a layout."""
-        ...
 
     def place(self, layout: Layout) -> None:
         """Adds to `layout` the location in this slot of each published adapter tensor. A layer whose adapters cannot be
         located is recorded in `layout.uncovered`."""
-        ...
 
     def write(self, layout: Layout, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies the adapter tensors `named`, (name, complete tensor) pairs, to their locations in this slot."""
-        ...
 
 
 class Loads(Protocol):

@@ -38,7 +38,7 @@ from slimx.adapters.sglang.weights.places import (
     staged_sums,
     weights_of,
 )
-from slimx.errors import SlimxError, raised
+from slimx.errors import SlimxError, counted, raised
 from slimx.json_types import Json
 from slimx.reshard.manifest import Encoding, Manifest, is_adapter
 from slimx.reshard.parties import Staging
@@ -95,8 +95,9 @@ class RankReceiver:
         if layout.uncovered:
             name, reason = next(iter(layout.uncovered.items()))
             raise SlimxError(
-                f"{new} in encoding {new.encoding} does not cover {len(layout.uncovered)} parameters of this rank "
-                f"(the first is {name}: {reason}); set publish.encoding to an encoding that covers these parameters",
+                f"{new} in encoding {new.encoding} does not cover {counted(len(layout.uncovered), 'parameter')} of "
+                f"this rank (the first is {name}: {reason}); set publish.encoding to an encoding that covers these "
+                "parameters",
                 code="receiver.uncovered",
                 about=name,
             )
@@ -176,7 +177,8 @@ class RankReceiver:
         missing = publication.missing if publication.staging == "model" else []
         if missing:
             raise SlimxError(
-                f"{len(missing)} tensors (such as {missing[0]}) are not staged; stage all model tensors before load",
+                f"{counted(len(missing), 'tensor')} (such as {missing[0]}) are not staged; stage all model tensors "
+                "before load",
                 code="receiver.not_staged",
                 about=missing[0],
             )
