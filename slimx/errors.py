@@ -168,7 +168,7 @@ def duration(seconds: float) -> str:
     """Returns a duration with three significant digits and a unit that fits it, such as "981 ms" or "2.15 h"."""
     # 0.9995 is 1 in three digits.
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
-    size, unit = next((unit for unit in units if abs(seconds) >= 0.9995 * unit[0]), units[-1 if seconds else 3])
+    size, unit = next((unit for unit in units if abs(seconds) >= 0.9995 * unit[0]), units[3 + bool(seconds)])
     return f"{seconds / size:.3g} {unit}"
 
 

@@ -174,9 +174,7 @@ def _append(added: DictConfig, key: str, base: Json, where: str) -> None:
     entries = _entries(_value_at(base, path), path)
     if entries is None:
         raise SlimxError(
-            f"{where}: += appends to a list, which {key} is not; write {key}=VALUE",
-            code="config.override",
-            about=key,
+            f"{where}: += appends to a list, which {key} is not; write {key}=VALUE", code="config.override", about=key
         )
     value = _value_at(_plain(added), path)
     OmegaConf.update(added, key, entries + (value if isinstance(value, list) else [value]), merge=False)
@@ -338,13 +336,7 @@ def _problems(item: ErrorDetails, applied: Mapping[str, str]) -> Sequence[SlimxE
     if item["type"] == "missing":
         message = f"{where} is missing; set it in the file or with {where}=VALUE"
         return (SlimxError(message, code="config.missing_key", about=where),)
-    return (
-        SlimxError(
-            wording.invalid_value(where, item, Config),
-            code="config.value",
-            about=where,
-        ),
-    )
+    return (SlimxError(wording.invalid_value(where, item, Config), code="config.value", about=where),)
 
 
 def _unknown(path: Sequence[str | int], value: object, applied: Mapping[str, str]) -> SlimxError:

@@ -224,8 +224,4 @@ def _of_policy(name: str, item: ErrorDetails) -> Refusal:
     if item["type"] == "extra_forbidden":
         hint = suggestions.for_key(Config, item["loc"], item["input"], override=False)
         return Refusal(f"unknown key {where}; {hint}", code="config.unknown_key", about=where)
-    return Refusal(
-        wording.invalid_value(where, item, Config),
-        code="policies.value",
-        about=where,
-    )
+    return Refusal(wording.invalid_value(where, item, Config), code="policies.value", about=where)

@@ -26,14 +26,7 @@ from slimx.models.families import read_trunk
 from slimx.observability.events import Events, open_events
 from slimx.observability.live.activity import FILE, writing_activity
 from slimx.observability.live.safe_text import plain
-from slimx.observability.live.table import (
-    PPO_COLUMNS,
-    RL_COLUMNS,
-    SFT_COLUMNS,
-    LiveTable,
-    TableColumn,
-    with_policies,
-)
+from slimx.observability.live.table import PPO_COLUMNS, RL_COLUMNS, SFT_COLUMNS, LiveTable, TableColumn, with_policies
 from slimx.observability.tracking.run_files import up_to_date
 from slimx.orchestration.batches import longest_trajectory, make_packer
 from slimx.orchestration.engines.service import EngineService, check_reach
@@ -185,12 +178,7 @@ async def _session(
         if critic is not None:
             stack.push_async_exit(stopping(critic.stop, table.note))
         service = EngineService(
-            config,
-            prepared,
-            directory,
-            note=table.note,
-            record=records.restarted,
-            lost=records.engine_lost,
+            config, prepared, directory, note=table.note, record=records.restarted, lost=records.engine_lost
         )
         await stack.enter_async_context(service)
         await start_parts(config, trainers, critic, service, records.starting)

@@ -25,10 +25,7 @@ Sections = Mapping[str, Any]
 
 
 UNPROVEN: Mapping[str, Sequence[str]] = {
-    "trainer.optimizer.kind=muon": (
-        "trainer.lora",
-        "trainer.optimizer.offload_fraction",
-    ),
+    "trainer.optimizer.kind=muon": ("trainer.lora", "trainer.optimizer.offload_fraction"),
     "trainer.optimizer.moments_dtype=bfloat16": (
         "trainer.distributed_optimizer",
         "trainer.optimizer.kind",

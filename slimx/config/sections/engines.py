@@ -280,11 +280,7 @@ def group_faults(groups: Sequence[Engines]) -> Faults:
         yield from group.faults()
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
-        yield (
-            "engines.name_twice",
-            key,
-            f"{key} has groups named {', '.join(names)}; give each group a unique name",
-        )
+        yield ("engines.name_twice", key, f"{key} has groups named {', '.join(names)}; give each group a unique name")
     urls = [*chain.from_iterable(group.urls for group in groups)]
     for url in urls:
         if urls.count(url) > 1:

@@ -103,7 +103,7 @@ class TrainerGroup(RankGroup):
             if result["numerics"] != contract:  # its machine has another release of slimx
                 raise SlimxError(
                     f"{self.holder(rank)} uses numerical contract {result['numerics']}, but this process uses "
-                    f"{contract}; install the same release of slimx on every machine",
+                    f"{contract}; install the same release of slimx on every machine"
                 )
         await self._prepare()
         return started

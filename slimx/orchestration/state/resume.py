@@ -119,7 +119,7 @@ def _check_policy(path: Path, keys: str, saved: Json, config: Config, sizes: Siz
         raise SlimxError(
             f"{path} was written with {keys}.freeze={saved['freeze']}, but this run has "
             f"{list(config.trainer.freeze)}, and frozen weights have no optimizer state; set {keys}.freeze to the "
-            "checkpoint's value, or set checkpoint.load_optimizer=false to start with new optimizer state",
+            "checkpoint's value, or set checkpoint.load_optimizer=false to start with new optimizer state"
         )
     kind = config.trainer.optimizer.kind
     if saved["optimizer"] != kind:

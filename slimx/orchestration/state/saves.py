@@ -183,7 +183,7 @@ def read_state(path: Path) -> RunState:
     except (TypeError, KeyError) as error:
         raise SlimxError(
             f"{path / _RUN} does not have the fields that this release of slimx expects ({error}); resume with "
-            "the release that wrote this file, or set trainer.load to this checkpoint in a new run",
+            "the release that wrote this file, or set trainer.load to this checkpoint in a new run"
         ) from error
 
 

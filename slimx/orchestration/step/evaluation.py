@@ -70,7 +70,7 @@ def eval_metrics(
     if len(failed) == len(outcomes):
         raise SlimxError(
             f"all {len(failed)} evaluation prompts failed (last error: {failed[-1].detail}); fix this error, and run "
-            "the same command again",
+            "the same command again"
         )
     sets = options.sets
     rewards: dict[str, list[list[float]]] = {name: [] for name in prompts}
