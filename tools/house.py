@@ -44,7 +44,7 @@ FILE_LINES, PACKAGE_FILES, PARAMETERS = 400, 12, 12
 """Lines of a file, files of a folder and parameters of a constructor beyond which they are listed."""
 LARGE_PACKAGES = ("slimx.extras.families",)
 BOUNDS = {
-    "core tokens": 255_300,  # of which 1,200 carry images from prompts to trainers, and 100 write advice that is accepted
+    "core tokens": 255_300,  # of which 1,200 carry images from prompts to trainers, and 100 write better advice
     "core files": 331,
     "closure": 314,
     "edges from core to extras": 0,
