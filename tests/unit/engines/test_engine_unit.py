@@ -301,7 +301,7 @@ def test_a_stopped_server_process_is_logged_and_its_tree_ends(tmp_path: Path) ->
     shell, leaf = psutil.Process(process.pid).children(recursive=True)
     leaf.suspend()
     wait_for(lambda: process.poll() is not None)
-    assert process.poll() == 128 + signal.SIGKILL and not lives(shell) and not lives(leaf)
+    assert process.poll() == 128 + signal.SIGSTOP and not lives(shell) and not lives(leaf)
     assert f"sleep (process {leaf.pid})" in process.tail(1)
 
 
