@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from slimx.data.chat.tokens import PromptIds, encode_turns
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import imported
-from slimx.errors import SlimxError, counted, raised
+from slimx.errors import SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader, message_calls
 from slimx.extras.agents.proxy.tool_calls import ToolCall, find_parser
 from slimx.extras.agents.toolbox import Toolbox, ToolResult, ToolsLost
@@ -311,7 +311,7 @@ class _Talk:
             self.errors[result.error] += 1
         text = result.text
         if len(text) > self.max_result:
-            text = f"{text[: self.max_result]}\n({counted(len(text) - self.max_result, 'character')} left out)"
+            text = f"{text[: self.max_result]}\n({len(text) - self.max_result} characters left out)"
         content: str | list[Json] = text
         if result.images and isinstance(self.encoder, ImagePromptIds):
             content = [{"type": "text", "text": text}, *({"type": "image", "image": image} for image in result.images)]

@@ -299,6 +299,7 @@ def test_a_stopped_server_process_is_logged_and_its_tree_ends(tmp_path: Path) ->
     process.start()
     wait_for(lambda: process.tail() == "up")
     shell, leaf = psutil.Process(process.pid).children(recursive=True)
+    wait_for(lambda: leaf.name() == "sleep")  # until then it is a copy of the shell
     leaf.suspend()
     wait_for(lambda: process.poll() is not None)
     assert process.poll() == 128 + signal.SIGSTOP and not lives(shell) and not lives(leaf)
