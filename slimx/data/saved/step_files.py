@@ -255,3 +255,12 @@ def read_step_about(path: Path) -> About:
 def read_step(path: Path) -> tuple[About, list[Group]]:
     """Reads the description and the groups of one step. Raises SlimxError naming the file if it is damaged."""
     return read_step_about(path), load_groups(path)
+
+
+def described(steps: Sequence[int]) -> str:
+    """Describes the available steps, in ascending order, for an error message."""
+    if not steps:
+        return "none"
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -158,7 +158,9 @@ def _examined(file: str, model: str | os.PathLike[str], reward: Hook | None) -> 
     if reward is None or found.fields is None:
         return found
     columns = [name for name in columns_of(file) if name not in (found.fields["prompt"], "answer", *METADATA)]
-    return replace(found, fields={**found.fields, "metadata": columns}) if columns else found
+    if columns:
+        found = replace(found, fields={**found.fields, "metadata": columns})
+    return found
 
 
 def _finished(config: Config) -> bool:

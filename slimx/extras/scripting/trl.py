@@ -93,7 +93,7 @@ def facts(config: Config) -> Json:
 
 def _has_texts(file: PromptSet, fields: RowFields | None) -> bool:
     if fields is not None and fields.prompt == "prompt":
-        with suppress(OSError, SlimxError):  # whoever reads the prompts reports it
+        with suppress(OSError, SlimxError):  # reported when the prompts are read
             for _, _, row in read_rows(file.path, file.subset, file.split)[1]:
                 return isinstance(row.get("prompt"), str)
     return False

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from slimx.config.sections.policies import ACTOR, prefix_of
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Group
-from slimx.data.saved.step_files import DIRECTORY, TOKENIZER, read_step, read_step_about, step_files
+from slimx.data.saved.step_files import DIRECTORY, TOKENIZER, described, read_step, read_step_about, step_files
 from slimx.data.saved.trained_tokens import read_trained
 from slimx.errors import SlimxError, counted
 from slimx.extras.watch.show import Decode, Json, group_lines, group_values, prompt_line, prompt_values
@@ -112,7 +112,7 @@ def step_of(directory: Path, step: int, choice: Choice) -> Json:
     files = _files(directory)
     if step not in files:
         steps = list(files)
-        remedy = f"choose a saved step ({_ranges(steps)})"
+        remedy = f"choose a saved step ({described(steps)})"
         if step < steps[0]:
             remedy += ", or set track.rollouts.keep=0 before a new run to keep the files of all steps"
         elif step < steps[-1]:
@@ -363,10 +363,3 @@ def _path_of(config: Json, policy: str) -> str | None:
     options = (config.get("policies") or {}).get(policy) or {}
     path = (options.get("model") or {}).get("path")
     return None if path is None else str(path)
-
-
-def _ranges(steps: Sequence[int]) -> str:
-    """Describes `steps`, which are ascending, by their number, the first and the last one."""
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from slimx.data.records import Prompt, Trajectory
-from slimx.data.saved.step_files import DIRECTORY, Origin, read_step, read_step_about, step_files
+from slimx.data.saved.step_files import DIRECTORY, Origin, described, read_step, read_step_about, step_files
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.flow.tickets import Batch
@@ -58,8 +57,8 @@ def step_path(run: Path, step: int) -> Path:
     files = step_files(run / DIRECTORY)
     if step not in files:
         raise SlimxError(
-            f"rollout.replay: {run / DIRECTORY} does not contain step {step}, only {_words(list(files))}; choose one "
-            "of the steps in this directory",
+            f"rollout.replay: {run / DIRECTORY} does not contain step {step}, only {described(list(files))}; choose "
+            "one of the steps in this directory",
             code="replay.step",
             about=str(step),
         )
@@ -83,9 +82,9 @@ def check_replay(run: Path, origin: Origin, *, first: int, last: int, routes: bo
     for step in range(first, last + 1):
         if step not in files:
             raise SlimxError(
-                f"rollout.replay: {run / DIRECTORY} contains {_words(list(files))}, but not step {step} of the steps "
-                f"{first} to {last} that this run trains; lower schedule.steps, set run.fork to a later checkpoint, or "
-                "replay a run that saved every step (track.rollouts.every=1)",
+                f"rollout.replay: {run / DIRECTORY} contains {described(list(files))}, but not step {step} of the "
+                f"steps {first} to {last} that this run trains; lower schedule.steps, set run.fork to a later "
+                "checkpoint, or replay a run that saved every step (track.rollouts.every=1)",
                 code="replay.step",
                 about=str(step),
             )
@@ -113,12 +112,3 @@ async def _nothing(ctx: RolloutContext, prompt: Prompt) -> Trajectory:
 
 NO_HOOKS = Hooks(generate=_nothing, reward=None, keep=None)
 """Hooks of a replay: never called, because rewards and filters were applied before the batches were saved."""
-
-
-def _words(steps: Sequence[int]) -> str:
-    """Describes the available steps, in ascending order, for an error message."""
-    if not steps:
-        return "none"
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -20,12 +20,11 @@ import torch
 
 from slimx.data.records import Group, Prompt, Trajectory
 from slimx.environments.base import Step
-from slimx.errors import DeadlineError, SlimxError
+from slimx.errors import SlimxError
 from slimx.extras.scripting.plain_hooks import PlainGenerate, PlainReward
 from slimx.rewards import needs
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.flow.returned import verdict_of
 from slimx.rollout.flow.reward_pool import RewardPool
 from slimx.rollout.hook_loading import load_generate, load_reward, load_rewards, name_of
 from slimx.rollout.hooks import RewardContext, RolloutContext
@@ -375,34 +374,6 @@ class Answers:
     async def chat(self, text: str) -> str:
         await asyncio.sleep(0)
         return text.upper()
-
-
-async def test_a_filter_may_be_async():
-    group = Group(id="g", prompt=prompts()[0], trajectories=[trajectory()])
-
-    async def keep(group: Group) -> str:
-        await asyncio.sleep(0)
-        return "too short"
-
-    assert await verdict_of(keep, group, group.trajectories, "keep", 9) == "too short"
-    assert await verdict_of(lambda group: np.bool_(True), group, group.trajectories, "keep", 9)
-
-
-async def test_an_async_filter_has_a_deadline():
-    group = Group(id="g", prompt=prompts()[0], trajectories=[trajectory()])
-
-    async def keep(group: Group) -> bool:
-        await asyncio.sleep(60)
-        return True
-
-    async def impatient(group: Group) -> bool:
-        raise TimeoutError("of its own")
-
-    with pytest.raises(DeadlineError) as raised:
-        await verdict_of(keep, group, group.trajectories, "keep", 0.05)
-    assert raised.value.holder == "keep"
-    with pytest.raises(TimeoutError):
-        await verdict_of(impatient, group, group.trajectories, "keep", 9)
 
 
 def test_options_stay_visible_on_a_plain_hook():
