@@ -41,7 +41,7 @@ class LazyRow(Lazy, TrainingRow):
     """Row whose columns are made from its trajectory when one of them is first read, on the rank that trains on it
     unless the driver needs them. A column that is set keeps its value."""
 
-    __slots__ = ("advantage", "computed", "loss_weight", "trajectory")
+    __slots__ = ("advantage", "computed", "loss_weight", "names", "trajectory")
     complete = TrainingRow
     trajectory: Trajectory
     advantage: float | np.ndarray
@@ -150,9 +150,7 @@ def make_rows(
     column at a trained token, or lacks a column that other trajectories have."""
     rows: list[TrainingRow] = []
     for trajectory, advantage, weight in zip(trajectories, advantages, weights, strict=True):
-        bare = copy(trajectory)
-        bare.metadata = bare.metrics = bare.timings = {}  # ranks do not need them
-        rows.append(LazyRow.holding({"trajectory": bare, "advantage": advantage, "loss_weight": weight}))
+        rows.append(LazyRow.holding({"trajectory": trajectory.bare(), "advantage": advantage, "loss_weight": weight}))
     for name, column in COLUMNS.items():
         if column.needed is not None:
             shape = None if algorithm is None else column.needed(algorithm)

@@ -4,6 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Self, cast
 
 
@@ -17,6 +18,8 @@ class Lazy:
     __slots__ = ()
     complete: ClassVar[Callable[..., object]]
     """The second base."""
+    names: set[str]
+    """Names of the fields that are set."""
     computed: object
     """Record of class `complete` with all fields."""
 
@@ -27,8 +30,9 @@ class Lazy:
     def holding(cls, values: Mapping[str, object]) -> Self:
         """Creates a record in which only the fields in `values` are set."""
         record = object.__new__(cls)
+        object.__setattr__(record, "names", set(values))
         for name, value in values.items():
-            setattr(record, name, value)
+            object.__setattr__(record, name, value)
         return record
 
     def compute(self) -> object:
@@ -38,34 +42,31 @@ class Lazy:
     def __getattr__(self, name: str) -> object:
         # Python calls this method only for an attribute that is not set.
         if name == "computed":
-            computed = self.compute()
-            setattr(self, name, computed)
-            return computed
-        if not hasattr(self.complete, name):
+            object.__setattr__(self, name, self.compute())
+        elif not hasattr(self.complete, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.computed, name)
+        else:
+            return getattr(self.computed, name)
+        return self.computed
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        self.names.add(name)
 
     def __reduce__(self) -> tuple[object, ...]:
-        values = held(self)
-        values.pop("computed", None)
-        return self.holding, (values,)
+        return _holding, (type(self), held(self))
 
 
-def lacks(record: object, name: str) -> bool:
-    """Returns True if the field `name` of a slotted record is set to None; does not compute it."""
-    try:
-        return object.__getattribute__(record, name) is None
-    except AttributeError:
-        return False
+def _holding(kind: type[Lazy], values: dict[str, Any]) -> Lazy:
+    return kind.holding(values)
 
 
-def held(record: object) -> dict[str, Any]:
-    """Returns the fields of a slotted record that are set, by name, without computing others."""
-    values = {}
-    for kind in type(record).__mro__:
-        for name in getattr(kind, "__slots__", ()):
-            try:
-                values[name] = object.__getattribute__(record, name)
-            except AttributeError:
-                continue
-    return values
+def lacks(record: Any, name: str) -> bool:
+    """Returns True if the field `name` of a record is set to None. Computes no field."""
+    return (not isinstance(record, Lazy) or name in record.names) and getattr(record, name) is None
+
+
+def held(record: Any) -> dict[str, Any]:
+    """Returns the fields of a record that are set, by name. Computes no field."""
+    names = record.names if isinstance(record, Lazy) else [item.name for item in fields(record)]
+    return {name: getattr(record, name) for name in names}

@@ -159,7 +159,7 @@ def lay_out(
 class LazyMicroBatch(Lazy, MicroBatch):
     """Micro-batch whose arrays are laid out when one of them is first read, on the ranks that train on it."""
 
-    __slots__ = ("computed", "example", "members")
+    __slots__ = ("computed", "example", "members", "names")
     complete = MicroBatch
     members: list[TrainingRow]
     """Rows of the micro-batch."""

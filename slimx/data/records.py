@@ -6,6 +6,7 @@ number of tokens of a trajectory, including the prompt.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -218,6 +219,12 @@ class Trajectory:
         versions = self.versions()
         stale = (versions >= 0) & (versions < versions.max(initial=-1))
         return replace(self, loss_mask=np.where(stale, 0, self.loss_mask).astype(np.uint8))
+
+    def bare(self) -> Trajectory:
+        """Returns a copy with only what a trainer rank needs of the trajectory."""
+        bare = copy(self)
+        bare.metadata = bare.metrics = bare.timings = {}
+        return bare
 
     def sampled_ids(self) -> np.ndarray:
         """Returns the ids of the sampled tokens in order, int32."""

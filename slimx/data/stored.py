@@ -21,6 +21,8 @@ STORED = {
     *("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"),
 }
 """Fields of a trajectory that a `StoredTrajectory` loads."""
+KEPT = STORED | {"id", "columns", "place", "length"}
+"""Fields of a `StoredTrajectory` that a trainer rank needs."""
 
 
 class Columns(Protocol):
@@ -37,7 +39,7 @@ class Columns(Protocol):
 class StoredTrajectory(Lazy, Trajectory):
     """Trajectory whose columns are loaded when one of them is first read. Raises SlimxError then if they are lost."""
 
-    __slots__ = ("columns", "computed", "place", *COUNTS)
+    __slots__ = ("columns", "computed", "names", "place", *COUNTS)
     complete = Trajectory
     columns: Columns
     place: int
@@ -53,6 +55,11 @@ class StoredTrajectory(Lazy, Trajectory):
                 code="data.lost",
                 about=self.id,
             ) from error
+
+
+    def bare(self) -> Trajectory:
+        values = held(self)
+        return self.holding({name: values[name] for name in values if name in KEPT})
 
 
 def summarize(group: Group, store: Callable[[Group], Columns]) -> Group:
