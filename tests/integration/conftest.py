@@ -101,6 +101,12 @@ def _warm_servers(_cache_of_model_code: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=[1, pytest.param(3, marks=pytest.mark.slow("the same with rollout workers"))])
+def workers(request: pytest.FixtureRequest) -> int:
+    """Number of processes that generate rollouts."""
+    return request.param
+
+
 @pytest.fixture
 def warm_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ray that the test starts in this process has forks for its workers, as that of a `TrainProcess`."""

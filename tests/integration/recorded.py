@@ -23,7 +23,14 @@ VALUE = ("value/loss", "value/explained_variance", "critic/grad_norm", "advantag
 
 
 def recording_config(
-    directory: Path, model: Path, task: Path, *, concurrency: int = 1, hold: int | None = None, **sections: Any
+    directory: Path,
+    model: Path,
+    task: Path,
+    *,
+    concurrency: int = 1,
+    hold: int | None = None,
+    workers: int = 1,
+    **sections: Any,
 ) -> Path:
     """A PPO run of `STEPS` steps, with a critic and a reference that is refreshed, in the new `directory`: with one
     rollout at a time it is the same every time. After `hold` trajectories it waits until `directory`/go exists."""
@@ -54,6 +61,7 @@ def recording_config(
                 "engines": [{"name": "actor", "max_total_tokens": 8192}],
                 "generate": "tests.integration.hooks.recording",
                 "concurrency": concurrency,
+                "workers": workers,
                 "max_rollouts": concurrency,  # so that one that waits for `go` holds up the others
                 **UNCHECKED,
             },

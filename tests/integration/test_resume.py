@@ -70,9 +70,11 @@ def test_a_run_killed_during_a_save_has_the_same_losses(uninterrupted, tiny_mode
 
 
 @pytest.mark.slow("two whole runs")
-def test_a_run_killed_during_a_save_resumes_with_the_same_tokens(uninterrupted, tiny_model, task_of_sums, tmp_path):
+def test_a_run_killed_during_a_save_resumes_with_the_same_tokens(
+    uninterrupted, tiny_model, task_of_sums, tmp_path, workers
+):
     directory = tmp_path / "killed"
-    config = recording_config(directory, tiny_model, task_of_sums, concurrency=64)
+    config = recording_config(directory, tiny_model, task_of_sums, concurrency=64, workers=workers)
     killed_while_it_saves(TrainProcess(config), directory)
     resumed_at(2, config)
     whole, resumed = steps(uninterrupted / "run"), steps(directory / "run")

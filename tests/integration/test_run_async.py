@@ -6,6 +6,7 @@ import json
 import signal
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,14 @@ def versions_of(trajectory: Trajectory) -> list[int]:
     return [span.version for span in trajectory.spans if span.version is not None]
 
 
-def test_generation_runs_through_publications_within_the_bound(tiny_model: Path, task_of_sums: Path, tmp_path: Path):
-    rollout = {"sampling": {"max_new_tokens": 2 * TOKENS}, "engines": [{"name": "actor", "max_total_tokens": 16384}]}
+def test_generation_runs_through_publications_within_the_bound(
+    tiny_model: Path, task_of_sums: Path, tmp_path: Path, workers: int
+):
+    rollout: dict[str, Any] = {
+        "workers": workers,
+        "sampling": {"max_new_tokens": 2 * TOKENS},
+        "engines": [{"name": "actor", "max_total_tokens": 16384}],
+    }
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join((task_of_sums / "heldout.jsonl").read_text().splitlines(keepends=True)[:2]))
     config = write_config(
@@ -86,7 +93,7 @@ def test_generation_runs_through_publications_within_the_bound(tiny_model: Path,
 
 @pytest.mark.slow("a whole run and its resumption")
 def test_partial_rollouts_continue_in_the_next_step_and_after_a_stop(
-    tiny_model: Path, task_of_sums: Path, tmp_path: Path
+    tiny_model: Path, task_of_sums: Path, tmp_path: Path, workers: int
 ):
     """Half-done rollouts are in the checkpoint that SIGUSR1 writes, token for token; what older versions sampled is not
     trained."""
@@ -95,6 +102,7 @@ def test_partial_rollouts_continue_in_the_next_step_and_after_a_stop(
         "engines": [{"name": "actor", "max_total_tokens": 16384}],
         "partial": True,
         "over_sampling": 2,
+        "workers": workers,
     }
     config = write_config(
         tmp_path,
