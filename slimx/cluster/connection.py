@@ -50,8 +50,6 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         cpus += policy_cpus
     workers = worker_count(config)
     per_worker = config.rollout.worker_resources
-    if workers == 1:  # the driver
-        workers = 0
     cpus += math.ceil(workers * per_worker.cpus)
     try:
         if config.cluster.ray_address:
@@ -59,7 +57,7 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
                 config.cluster.ray_address, job_config=SearchPath(), log_to_driver=False, logging_level=logging.ERROR
             )
         else:
-            _start_locally(cpus)
+            _start_locally(cpus, workers)
     except SlimxError:
         raise
     except Exception as error:  # Ray raises plain Exception if one of its processes does not start
@@ -100,9 +98,9 @@ def _needs(config: Config, *, trainers: bool) -> tuple[int, int, int]:
 
 
 @without_unused()
-def _start_locally(cpus: int) -> None:
-    """Starts a Ray cluster with `cpus` CPUs on this machine; retries if the node does not start within Ray's limit of
-    30 s."""
+def _start_locally(cpus: int, workers: int) -> None:
+    """Starts a Ray cluster with `cpus` CPUs on this machine, for `workers` rollout workers; retries if the node does
+    not start within Ray's limit of 30 s."""
     for left in reversed(range(STARTS)):
         try:
             ray.init(
@@ -110,8 +108,9 @@ def _start_locally(cpus: int) -> None:
                 address="local",
                 **local_options(),
                 num_cpus=cpus,
-                # Batch shards and pieces of mirrored state have a few MB each; weights do not pass through it.
-                object_store_memory=max(256 * 2**20, int(0.02 * _memory())),
+                # Batch shards and pieces of mirrored state have a few MB each; weights do not pass through it. The
+                # groups of rollout workers stay in it until they are trained on.
+                object_store_memory=max(256 * 2**20, int((0.1 if workers else 0.02) * _memory())),
                 job_config=SearchPath(),
                 log_to_driver=False,
                 logging_level=logging.ERROR,

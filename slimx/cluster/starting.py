@@ -61,13 +61,13 @@ def trained_ranks(config: Config) -> int:
 
 
 def worker_count(config: Config) -> int:
-    """Returns the number of processes that generate rollouts (`rollout.workers`); 1: only the driver."""
+    """Returns the number of rollout workers (`rollout.workers`); 0: the driver generates the rollouts."""
     workers = config.rollout.workers
     if not config.served.policy:
-        return 1
+        return 0
     if workers == "auto":
-        return entry_points.load("slimx.rollout_workers", "count")(config) if config.cluster.ray_address else 1
-    return workers
+        workers = entry_points.load("slimx.rollout_workers", "count")(config) if config.cluster.ray_address else 1
+    return 0 if workers == 1 else workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ class Starting:
             if trainers:
                 ranks += trained_ranks(policy)
         parts = []
-        for count, name in ((ranks, "trainer"), (engines, "engine")):
+        workers = worker_count(config)
+        for count, name in ((ranks, "trainer"), (engines, "engine"), (workers, "rollout worker")):
             if count:
                 parts.append(counted(count, name))
         return cls(", ".join(parts) or "Ray")

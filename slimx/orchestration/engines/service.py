@@ -219,7 +219,7 @@ class EngineService:
         self._stack.push_async_callback(self.proxy.stop)
         self._stack.push_async_callback(self.evaluation_engines.cancel)  # before the clients close
         count = worker_count(self.config)
-        if count > 1:
+        if count:
             self._workers = self._maker(entry_points.load("slimx.rollout_workers", "pool"), self)
             served_by = {name: group for name, group, clients in served if clients is self.clients}
             await self._stack.enter_async_context(
