@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rollout_stand import GROUP_SIZE, RANKS, Answers, make_config, make_prompts,
 from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
+from slimx.data.batch import micro_batches
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.packing import pack
 from slimx.data.prompts.read import PromptSource
@@ -86,20 +88,23 @@ class SlimxPath:
         hooks, tokenizer = load_hooks(config), load_tokenizer(config.model.path)
         self.maker = GroupMaker(config, hooks, {ACTOR: PolicyClient(Instant(answers), tokenizer)})
         self.manager = RolloutManager(config, InOrder(make_prompts(answers), 1), self.maker)
-        self.seconds: dict[str, float] = {"buffer": 0.0, "rows": 0.0, "pack": 0.0}
+        self.seconds: dict[str, float] = {"buffer": 0.0, "rows": 0.0, "pack": 0.0, "layout": 0.0}
 
     async def step(self) -> Any:
-        """Returns the packed batch of one step."""
+        """Returns the packed batch of one step. Its layout, which the ranks of a run do at the same time, is counted as
+        if they did it one after another."""
         began = time.perf_counter()
         batch = await self.manager.next_batch()
         buffered = time.perf_counter()
         (rows,) = make_update_rows(self.config, batch.groups, partial(all_advantages, self.config.algorithm))
         rowed = time.perf_counter()
         packed = pack(rows, data_size=RANKS, max_tokens=self.config.trainer.max_tokens_per_microbatch)
-        for name, spent in zip(
-            self.seconds, (buffered - began, rowed - buffered, time.perf_counter() - rowed), strict=True
-        ):
-            self.seconds[name] += spent
+        divided = time.perf_counter()
+        for part in micro_batches(packed.shards):
+            _ = part.tokens
+        moments = (began, buffered, rowed, divided, time.perf_counter())
+        for name, (early, late) in zip(self.seconds, pairwise(moments), strict=True):
+            self.seconds[name] += late - early
         return packed
 
 

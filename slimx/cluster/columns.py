@@ -36,7 +36,10 @@ class RayColumns(Columns):
         return self._group
 
     def fetch(self, handles: Sequence[Columns]) -> None:
-        missing = [handle for handle in handles if isinstance(handle, RayColumns) and handle._group is None]
+        missing = {}
+        for handle in handles:
+            if isinstance(handle, RayColumns) and handle._group is None:
+                missing[handle.reference] = handle
         with suppress(ray.exceptions.RayError):  # `load` raises it for the groups that are lost
-            for handle, group in zip(missing, ray.get([handle.reference for handle in missing]), strict=True):
+            for handle, group in zip(missing.values(), ray.get(list(missing)), strict=True):
                 handle._group = group

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from slimx.config.sections.algorithm import Algorithm
-from slimx.data.columns import COLUMNS, Column, Shape, TokenColumns
+from slimx.data.columns import COLUMNS, Column, TokenColumns
 from slimx.data.lazy import Lazy, lacks
 from slimx.data.loss_weights import spread
 from slimx.data.records import Image, Trajectory
@@ -66,8 +66,7 @@ class LazyRow(Lazy, TrainingRow):
         aligned: dict[str, Any] = {}  # by field: required columns are arrays, optional ones may be None
         for name, column in COLUMNS.items():
             if column.source is not None and column.needed is None:
-                values = getattr(trajectory, column.source)
-                aligned[name] = None if values is None else _aligned(values, column)
+                aligned[name] = _aligned(getattr(trajectory, column.source), column)
         return TrainingRow(
             **aligned,
             tokens=trajectory.token_ids[:-1].astype(np.int64),
@@ -151,23 +150,30 @@ def make_rows(
     for trajectory, advantage, weight in zip(trajectories, advantages, weights, strict=True):
         rows.append(LazyRow.holding({"trajectory": trajectory.bare(), "advantage": advantage, "loss_weight": weight}))
     for name, column in COLUMNS.items():
+        if column.source is None:
+            continue
         if column.needed is not None:
-            shape = None if algorithm is None else column.needed(algorithm)
             for trajectory, row in zip(trajectories, rows, strict=True):
-                setattr(row, name, None if shape is None else _needed(trajectory, name, column, shape))
-        without = [item.id for item in trajectories if column.source is not None and lacks(item, column.source)]
-        if column.needed is None and 0 < len(without) < len(rows):
+                setattr(row, name, _needed(trajectory, name, column, algorithm))
+            continue
+        without = [trajectory for trajectory in trajectories if lacks(trajectory, column.source)]
+        if 0 < len(without) < len(rows):
             raise SlimxError(
-                f"trajectory {without[0]} has no {name}, but other trajectories of the same update have it; set "
+                f"trajectory {without[0].id} has no {name}, but other trajectories of the same update have it; set "
                 f"{name} for all trajectories or for none",
                 code="data.column",
-                about=without[0],
+                about=without[0].id,
             )
     return rows
 
 
-def _needed(trajectory: Trajectory, name: str, column: Column, shape: Shape) -> np.ndarray:
-    """Returns column `name` of a trajectory's row [L-1, ...], which an algorithm needs with entries of `shape`."""
+def _needed(trajectory: Trajectory, name: str, column: Column, algorithm: Algorithm | None) -> np.ndarray | None:
+    """Returns column `name` of a trajectory's row [L-1, ...]; None if `algorithm` does not need it."""
+    if algorithm is None or column.needed is None:
+        return None
+    shape = column.needed(algorithm)
+    if shape is None:
+        return None
     values = getattr(trajectory, column.source or "")
     trained = trajectory.loss_mask[1:] > 0
     if values is None or values.shape[1:] != shape or not np.isfinite(values[1:][trained]).all():
@@ -181,6 +187,8 @@ def _needed(trajectory: Trajectory, name: str, column: Column, shape: Shape) -> 
     return _aligned(values, column)
 
 
-def _aligned(values: np.ndarray, column: Column) -> np.ndarray:
+def _aligned(values: np.ndarray | None, column: Column) -> np.ndarray | None:
     """Returns a trajectory's `values` [L, ...] at its predicted tokens, as the column requires them."""
+    if values is None:
+        return None
     return np.nan_to_num(values[1:], nan=column.fill).astype(column.dtype)

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class Lazy:
@@ -54,19 +57,20 @@ class Lazy:
         self.names.add(name)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _holding, (type(self), held(self))
+        return _holding, (type(self), set_fields(self))
 
 
-def _holding(kind: type[Lazy], values: dict[str, Any]) -> Lazy:
+def _holding(kind: type[Lazy], values: Mapping[str, object]) -> Lazy:
     return kind.holding(values)
 
 
-def lacks(record: Any, name: str) -> bool:
+def lacks(record: object, name: str) -> bool:
     """Returns True if the field `name` of a record is set to None. Computes no field."""
     return (not isinstance(record, Lazy) or name in record.names) and getattr(record, name) is None
 
 
-def held(record: Any) -> dict[str, Any]:
+def set_fields(record: Lazy | DataclassInstance) -> dict[str, Any]:
     """Returns the fields of a record that are set, by name. Computes no field."""
-    names = record.names if isinstance(record, Lazy) else [item.name for item in fields(record)]
-    return {name: getattr(record, name) for name in names}
+    if isinstance(record, Lazy):
+        return {name: getattr(record, name) for name in record.names}
+    return {item.name: getattr(record, item.name) for item in fields(record)}

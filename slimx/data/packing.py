@@ -16,7 +16,7 @@ import numpy.typing as npt
 from slimx.data.balance import balance, greedy_with_room, total
 from slimx.data.batch import LazyRow, MicroBatch, TrainBatch, TrainingRow
 from slimx.data.columns import COLUMNS
-from slimx.data.lazy import Lazy, held
+from slimx.data.lazy import Lazy, set_fields
 from slimx.data.sampling_support import Support
 from slimx.data.stored import fetch
 from slimx.errors import SlimxError
@@ -143,15 +143,14 @@ def lay_out(
     multiple_of = lcm(multiple_of, sequence_multiple)
 
     def planned(part: list[int]) -> MicroBatch:
-        lengths = [padded(len(rows[index]), sequence_multiple) for index in part]
-        # Without rows, the micro-batch consists of `multiple_of` padding positions.
-        tail = -sum(lengths) % multiple_of if part else multiple_of
+        members = [rows[index] for index in part]
+        lengths = [padded(len(row), sequence_multiple) for row in members]
+        tail = -sum(lengths) % multiple_of
+        if not part:  # the micro-batch consists of `multiple_of` padding positions
+            tail = multiple_of
         if tail:
             lengths.append(tail)
-        members = [rows[index] for index in part]
-        return LazyMicroBatch.holding(
-            {"lengths": lengths, "rows": part, "members": members, "example": rows[part[0] if part else 0]}
-        )
+        return LazyMicroBatch.holding({"lengths": lengths, "rows": part, "members": members or [rows[0]]})
 
     return [[planned(part) for part in parts] for parts in split]
 
@@ -159,15 +158,14 @@ def lay_out(
 class LazyMicroBatch(Lazy, MicroBatch):
     """Micro-batch whose arrays are laid out when one of them is first read, on the ranks that train on it."""
 
-    __slots__ = ("computed", "example", "members", "names")
+    __slots__ = ("computed", "members", "names")
     complete = MicroBatch
     members: list[TrainingRow]
-    """Rows of the micro-batch."""
-    example: TrainingRow
-    """A row of the update, which has the same columns; of `members` if there are any."""
+    """Rows of the micro-batch; if it has none, another row of the update, which has the same columns."""
 
     def compute(self) -> MicroBatch:
-        rows = [copy(row) for row in self.members]  # copies, whose columns are freed with them
+        members = list(map(copy, self.members))  # copies, whose columns are freed with them
+        rows = members[: len(self.rows)]
         lengths = self.lengths
 
         def joined(
@@ -183,11 +181,10 @@ class LazyMicroBatch(Lazy, MicroBatch):
                 start += length
             return out
 
-        layers = list(self.route_layers or ()) if "route_layers" in held(self) else slice(None)
-        routes, routed = _joined_routes(rows, joined, layers)
+        routes, routed = _joined_routes(rows, joined, set_fields(self).get("route_layers", slice(None)))
         arrays: dict[str, Any] = {}  # by field
         for name, column in COLUMNS.items():
-            first = getattr(rows[0] if rows else self.example, name)
+            first = getattr(members[0], name)
             if first is not None:
                 parts = [getattr(row, name) for row in rows]
                 arrays[name] = joined(parts, column.dtype, column.fill, shape=first.shape[1:])
@@ -251,7 +248,7 @@ def padded(number: int, multiple: int) -> int:
 
 
 def _joined_routes(
-    rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray], layers: slice | list[int]
+    rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray], layers: slice | tuple[int, ...]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Returns `routed_experts` and `routed` of the micro-batch that consists of `rows` (see `MicroBatch`). `joined`:
     concatenates one array per row, with padding. `layers`: indices of the layers whose routes are taken."""

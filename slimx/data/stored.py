@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Protocol
 
-from slimx.data.lazy import Lazy, held
+from slimx.data.lazy import Lazy, set_fields
 from slimx.data.records import Group, Trajectory
 from slimx.errors import SlimxError
 
@@ -23,6 +24,8 @@ STORED = {
 """Fields of a trajectory that a `StoredTrajectory` loads."""
 KEPT = STORED | {"id", "columns", "place", "length"}
 """Fields of a `StoredTrajectory` that a trainer rank needs."""
+
+_counts = attrgetter(*COUNTS)
 
 
 class Columns(Protocol):
@@ -57,7 +60,7 @@ class StoredTrajectory(Lazy, Trajectory):
             ) from error
 
     def bare(self) -> Trajectory:
-        values = held(self)
+        values = set_fields(self)
         return self.holding({name: values[name] for name in values if name in KEPT})
 
 
@@ -72,8 +75,8 @@ def summarize(group: Group, store: Callable[[Group], Columns]) -> Group:
     for part in parts:
         columns = store(part)
         for place, trajectory in enumerate(part.trajectories):
-            values = {name: getattr(trajectory, name) for name in COUNTS}
-            for name, value in held(trajectory).items():
+            values = dict(zip(COUNTS, _counts(trajectory), strict=True))
+            for name, value in set_fields(trajectory).items():
                 if name not in STORED or value is None or len(value) == 0:
                     values[name] = value
             stored.append(StoredTrajectory.holding(values | {"columns": columns, "place": place}))
@@ -82,6 +85,9 @@ def summarize(group: Group, store: Callable[[Group], Columns]) -> Group:
 
 def fetch(trajectories: Iterable[Trajectory]) -> None:
     """Loads the columns of all those of `trajectories` that are stored, at once."""
-    handles = {id(item.columns): item.columns for item in trajectories if isinstance(item, StoredTrajectory)}
+    handles = {}
+    for trajectory in trajectories:
+        if isinstance(trajectory, StoredTrajectory):
+            handles[id(trajectory.columns)] = trajectory.columns
     for handle in list(handles.values())[:1]:
         handle.fetch(list(handles.values()))

@@ -6,8 +6,8 @@
                             reward hook --> Group   (kept in the order of the prompts until a step trains on it)
                                   |
                                   |  (some algorithms: log-probs, a critic's values -> advantages)
-                                  v  TrainBatch per update: packed, balanced over DP, one object per DP rank
-                            trainers: log-probs -> loss -> backward -> optimizer, once per update
+                                  v  TrainBatch per update: rows, balanced over DP, one object per DP rank
+                            trainers: packing -> log-probs -> loss -> backward -> optimizer, once per update
                                   |
                                   v  weight version v + 1
                             Publisher: gather -> stage -> verify -> commit

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from slimx.data.batch import MicroBatch, TrainBatch, TrainingRow
-from slimx.data.lazy import held
+from slimx.data.lazy import set_fields
 from slimx.data.records import Trajectory
 from slimx.data.sampling_support import Support
 from slimx.errors import SlimxError
@@ -121,5 +121,5 @@ def _nbytes(value: object) -> int:
     if isinstance(value, list):
         return sum(map(_nbytes, value))
     if isinstance(value, MicroBatch | TrainingRow | Trajectory | Support):
-        return sum(_nbytes(part) for name, part in held(value).items() if name != "example")  # one of the members
+        return sum(map(_nbytes, set_fields(value).values()))
     return 0

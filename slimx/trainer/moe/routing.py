@@ -16,7 +16,6 @@ from megatron.core.models.gpt import GPTModel
 from slimx.algorithms.router_terms import LayerTally, Totals, updated_bias
 from slimx.config.sections.trainer import Moe
 from slimx.data.batch import LazyRow, MicroBatch
-from slimx.data.lazy import held
 from slimx.data.packing import LazyMicroBatch, zigzag
 from slimx.data.routes import RouteShape, check_routes
 from slimx.trainer.context import to_device
@@ -180,9 +179,11 @@ class Routing:
             if not isinstance(batch, LazyMicroBatch):
                 continue
             batch.route_layers = shape.moe_layers
-            if self._settings.routing_replay == "R3" and self.layers:
-                rows = [row for row in batch.members if isinstance(row, LazyRow) and "routed_experts" not in held(row)]
-                check_routes([row.trajectory for row in rows], shape)
+            if self._settings.routing_replay != "R3" or not self.layers:
+                continue
+            for row in batch.members:
+                if isinstance(row, LazyRow) and "routed_experts" not in row.names:
+                    check_routes([row.trajectory], shape)
 
     def from_engine(self, batches: list[MicroBatch]) -> Routes:
         """Returns the engine's routes for this rank's tokens and layers, which training replays if

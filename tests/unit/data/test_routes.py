@@ -11,6 +11,7 @@ import torch
 
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
+from slimx.config.sections.trainer import Moe
 from slimx.data.batch import make_rows
 from slimx.data.packing import pack
 from slimx.data.records import Span, Trajectory
@@ -137,6 +138,33 @@ def test_routes_that_do_not_fit_a_rank_are_refused(batch):
         engine_routes(replace(batch, routed_experts=None), [1])
     with refused("routes.shape"):
         engine_routes(replace(batch, routed_experts=batch.routed_experts[..., :2]), [1])
+
+
+def rank_routing(replay: str):
+    """Returns the routing of a rank with the layers 1 and 3 of four, without a model."""
+    from slimx.trainer.moe.routing import Routing
+
+    routing = object.__new__(Routing)
+    routing.layers, routing.experts, routing.topk, routing._decoder_layers = [1, 3], 8, 3, 4
+    routing._settings = Moe(routing_replay=replay)
+    return routing
+
+
+def test_a_rank_lays_out_and_checks_the_routes_of_its_layers(batch):
+    received = packed()
+    rank_routing("R3").receive([received])
+    assert received.route_layers == (1, 3)
+    assert np.array_equal(received.routed_experts, batch.routed_experts[:, [1, 3]])
+    for replay, layer in (("R3", 3), ("R3", 2), ("none", 3)):
+        bad = routed("b", 9, seed=1)
+        bad.routed_experts[5, layer] = 0
+        rows = make_rows([bad], [1.0], [1.0])
+        (shard,) = pack(rows, data_size=1, max_tokens=64).shards
+        if (replay, layer) == ("R3", 3):
+            with refused("routes.twice", about="b"):
+                rank_routing(replay).receive(shard)
+            rows[0].routed_experts = routed("c", 9).routed_experts  # an engine scored the row again
+        rank_routing(replay).receive(shard)
 
 
 def test_rows_without_routes_are_neither_compared_nor_replayed():

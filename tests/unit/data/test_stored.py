@@ -16,7 +16,7 @@ from slimx.algorithms.advantages.estimate import StepData, all_advantages, finis
 from slimx.algorithms.credit import credited
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, TrainBatch, make_rows, micro_batches
-from slimx.data.lazy import held
+from slimx.data.lazy import set_fields
 from slimx.data.loss_weights import trained_weights
 from slimx.data.packing import fetch_rows, pack
 from slimx.data.records import Group, Trajectory
@@ -186,7 +186,7 @@ def test_a_row_ships_no_record_of_hooks():
     for groups in ([group], [summarize(group, HeldColumns)]):
         for batch in micro_batches(pickle.loads(pickle.dumps(packed(groups, config()).shards))):
             for row in batch.members:
-                sent = held(row.trajectory)
+                sent = set_fields(row.trajectory)
                 assert not any(sent.get(name) for name in ("metadata", "metrics", "timings"))
     assert group.trajectories[0].metadata and group.trajectories[0].timings
 
