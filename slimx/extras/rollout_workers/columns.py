@@ -41,7 +41,7 @@ class ReportColumns(Columns):
     def fetch(self, handles: Sequence[Columns]) -> None:
         missing = [handle for handle in handles if isinstance(handle, ReportColumns) and handle._group is None]
         references = list({handle.reference: None for handle in missing})
-        with suppress(ray.exceptions.RayError):  # `load` raises it for the groups that are lost
+        with suppress(ray.exceptions.RayError):  # `load` reads the others one by one, and raises it for the lost ones
             objects = dict(zip(references, ray.get(references), strict=True))
             for handle in missing:
                 handle._read(objects[handle.reference])

@@ -4,54 +4,49 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 import ray
 
 from slimx.algorithms.advantages.estimate import all_advantages
-from slimx.cluster.columns import RayColumns
-from slimx.cluster.connection import start_ray, stop_ray
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, TrainBatch, micro_batches
 from slimx.data.packing import fetch_rows, pack
 from slimx.data.records import Group
 from slimx.data.saved.codec import encode
 from slimx.data.stored import summarize
+from slimx.extras.rollout_workers.columns import ReportStore
 from slimx.orchestration.batches import make_update_rows
 from tests.refusals import refused
 from tests.unit.data import stored_stand
 from tests.unit.data.stored_stand import full_group
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.usefixtures("cluster")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import tests
+cloudpickle.register_pickle_by_value(stored_stand)
 RUN = {"run": {"dir": "none"}, "model": {"path": "none"}, "rollout": {"prompts": "none"}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def started() -> Iterator[None]:
-    engines = {"rollout": {"prompts": "none", "engines": []}, "algorithm": {"name": "sft"}}
-    start_ray(Config.model_validate(RUN | engines | {"cluster": {"device": "cpu"}}), "cpu")
-    try:
-        yield
-    finally:
-        stop_ray()
 
 
 class Maker:
     """Process that generates groups."""
 
-    def put(self, group: Group) -> Group:
-        """Keeps the columns itself."""
-        return summarize(group, RayColumns.store)
+    def report(self, group: Group) -> tuple[Group, list[np.ndarray]]:
+        """Returns the summary of `group` and the object that accompanies it."""
+        store, columns = ReportStore(), []
+        summary = summarize(group, store.store)
+        store.move_to(columns)
+        return summary, columns
 
-    def give(self, group: Group) -> tuple[Group, Group]:
-        """Gives the columns to the caller, as the second value."""
-        return summarize(group, lambda part: None), group
+    def put(self, group: Group) -> tuple[Group, list[ray.ObjectRef]]:
+        """Returns the summary and a reference to an object that this process owns."""
+        summary, columns = self.report(group)
+        return summary, [ray.put(columns)]
 
 
 class Rank:
@@ -77,12 +72,22 @@ def rank() -> Any:
     return ray.remote(Rank).options(num_cpus=0).remote()
 
 
-def given(maker: Any, group: Group) -> Group:
-    summary, columns = maker.give.options(num_returns=2).remote(group)
-    out = ray.get(summary)
-    for trajectory in out.trajectories:
-        trajectory.columns = RayColumns(columns)
-    return out
+def reported(maker: Any, group: Group) -> Group:
+    """Returns the summary of a group whose columns this process owns."""
+    summary, columns = maker.report.options(num_returns=2).remote(group)
+    return referring(ray.get(summary), columns)
+
+
+def kept_by_maker(maker: Any, group: Group) -> Group:
+    """Returns the summary of a group whose columns the maker owns."""
+    summary, (columns,) = ray.get(maker.put.remote(group))
+    return referring(summary, columns)
+
+
+def referring(group: Group, columns: ray.ObjectRef) -> Group:
+    for trajectory in group.trajectories:
+        trajectory.columns.reference = columns
+    return group
 
 
 def batch_of(groups: list[Group]) -> TrainBatch:
@@ -91,17 +96,16 @@ def batch_of(groups: list[Group]) -> TrainBatch:
     return pack(rows, data_size=2, max_tokens=100, multiple_of=8)
 
 
-def test_ranks_lay_out_what_another_process_stored(maker: Any, rank: Any) -> None:
-    for routes in (False, True):
-        plain = [full_group(number, routes=routes) for number in range(3)]
-        stored = [ray.get(maker.put.remote(group)) for group in plain]
-        for groups in (stored, plain, *([] if routes else [[given(maker, group) for group in plain]])):
-            for shard, expected in zip(batch_of(groups).shards, batch_of(plain).shards, strict=True):
-                assert ray.get(rank.laid_out.remote(ray.put(shard))) == _bytes(expected)
+@pytest.mark.parametrize("routes", [False, True])
+def test_ranks_lay_out_what_another_process_stored(maker: Any, rank: Any, routes: bool) -> None:
+    plain = [full_group(number, routes=routes) for number in range(3)]
+    for groups in (plain, [reported(maker, group) for group in plain]):
+        for shard, expected in zip(batch_of(groups).shards, batch_of(plain).shards, strict=True):
+            assert ray.get(rank.laid_out.remote(ray.put(shard))) == _bytes(expected)
 
 
-def test_lost_columns_are_reported_and_those_given_away_are_kept(maker: Any, rank: Any) -> None:
-    kept, lost = given(maker, full_group(1)), ray.get(maker.put.remote(full_group(2)))
+def test_reported_columns_outlive_their_process_and_lost_ones_are_named(maker: Any, rank: Any) -> None:
+    kept, lost = reported(maker, full_group(1)), kept_by_maker(maker, full_group(2))
     ray.kill(maker)
     ends = time.monotonic() + 60
     with pytest.raises(ray.exceptions.RayError):
@@ -116,6 +120,3 @@ def test_lost_columns_are_reported_and_those_given_away_are_kept(maker: Any, ran
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         ray.get(rank.laid_out.remote(ray.put(batches)), timeout=60)
     assert caught.value.cause.code == "data.lost" and caught.value.cause.about.startswith("g2/")
-
-
-cloudpickle.register_pickle_by_value(stored_stand)
