@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError
@@ -42,6 +43,7 @@ DELEGATE = {
         },
     },
 }
+COUNTS = ("compactions", "sub_agents", "prompt_tokens", "cached_tokens")
 SUMMARIZE = (
     "This conversation will be removed. Write down, without calling a tool, what whoever continues must know: what you "
     "found and changed, in which files, and what remains to be done."
@@ -85,8 +87,9 @@ async def solve(
     sub-agent. `max_result`: maximum length in characters of a tool's result or a sub-agent's report. `timeout`: seconds
     after which the client would send a request again.
 
-    The result has `tests` (1.0 or 0.0), `ended` (done, turns, length, or one of LIMITS), `compactions` and
-    `sub_agents`. Raises ToolsLost if the sandbox is lost, which drops the rollout's group.
+    The result has `tests` (1.0 or 0.0), `ended` (done, turns, length, or one of LIMITS), `compactions`, `sub_agents`,
+    and the sums over all requests of `prompt_tokens` and of those that came from the engine's prefix cache,
+    `cached_tokens`. Raises ToolsLost if the sandbox is lost, which drops the rollout's group.
     """
     terminal = Terminal(**(toolbox_options or {}))
     client = shared_client().with_options(base_url=base_url, timeout=timeout)
@@ -94,8 +97,7 @@ async def solve(
         tools = await terminal.open(prompt, 0)
         work = _Work(client, terminal, tools, compact_at, sub_turns, max_result)
         ended, _ = await work.talk(list(prompt.messages or []), max_turns, main=True)
-        verdict = await terminal.judge([])
-        return {**verdict, "ended": ended, "compactions": work.compactions, "sub_agents": work.sub_agents}
+        return {**await terminal.judge([]), "ended": ended, **work.counts}
     finally:
         await asyncio.shield(terminal.close())
 
@@ -118,8 +120,7 @@ class _Work:
     compact_at: int
     sub_turns: int
     max_result: int
-    compactions: int = 0
-    sub_agents: int = 0
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
 
     async def talk(self, messages: list[Any], max_turns: int, *, main: bool) -> tuple[str, str]:
         """Samples turns and makes their calls, until a turn has no call or a limit is reached. Returns the reason for
@@ -148,7 +149,7 @@ class _Work:
                     asked = [*messages, {"role": "user", "content": SUMMARIZE}]
                     choice, _ = await self._ask(asked, tools)
                     messages = self._resumed(task, choice.message.content or "")
-                    self.compactions += 1
+                    self.counts["compactions"] += 1
         except BadRequestError as error:
             if error.code not in LIMITS:
                 raise
@@ -158,7 +159,11 @@ class _Work:
     async def _ask(self, messages: list[Any], tools: list[dict[str, Any]]) -> tuple[Any, int]:
         """Samples a turn. Returns it, and the length of the conversation with it in tokens."""
         answer = await self.client.chat.completions.create(model="policy", messages=messages, tools=tools)  # type: ignore[arg-type]
-        return answer.choices[0], answer.usage.total_tokens if answer.usage else 0
+        used = answer.usage
+        assert used is not None and used.prompt_tokens_details is not None  # slimx's server counts always
+        self.counts["prompt_tokens"] += used.prompt_tokens
+        self.counts["cached_tokens"] += used.prompt_tokens_details.cached_tokens or 0
+        return answer.choices[0], used.total_tokens
 
     def _resumed(self, task: list[Any], summary: str) -> list[Any]:
         """Returns the beginning of a conversation that continues from a summary of the one before."""
@@ -178,7 +183,7 @@ class _Work:
             return (await self.terminal.call(name, given)).text
         if not isinstance(given.get("task"), str):
             return "delegate takes exactly this string: task."
-        self.sub_agents += 1
+        self.counts["sub_agents"] += 1
         ended, text = await self.talk([{"role": "user", "content": given["task"]}], self.sub_turns, main=False)
         return text if ended == "done" else f"(The sub-agent did not finish: {ended}. Its last turn:)\n{text}"
 

@@ -88,7 +88,14 @@ async def test_a_rollout_has_a_trajectory_per_summary_and_sub_agent(prompts, too
     assert "delegate" in text_of(last) and "delegate" not in text_of(sub), "a sub-agent has no sub-agents"
     assert {trajectory.rollout_id for trajectory in found} == {"g/0"}
     for trajectory in found:
-        assert trajectory.metadata["result"] == {"tests": 1.0, "ended": "done", "compactions": 2, "sub_agents": 1}
+        assert trajectory.metadata["result"] == {
+            "tests": 1.0,
+            "ended": "done",
+            "compactions": 2,
+            "sub_agents": 1,
+            "prompt_tokens": sum(map(len, script.prompts)),
+            "cached_tokens": 2 * len(says),
+        }
         assert await parts(prompt, trajectory) == {"tests": 1.0} and trajectory.status == "completed"
     assert len(script.received) == len(says)
 
@@ -107,7 +114,8 @@ async def test_an_agent_at_a_limit_is_judged_by_what_it_left(prompts, toolbox_op
     prompt = prompts["intervals"]
     says = [REPAIR, shell("seq 9999"), "never said"]
     (found,), _ = await play(prompt, says, toolbox_options=toolbox_options, **limits)
-    assert found.metadata["result"] == {"tests": 1.0, "ended": ended, "compactions": 0, "sub_agents": 0}
+    result = found.metadata["result"]
+    assert (result["tests"], result["ended"], result["compactions"]) == (1.0, ended, 0)
     assert found.status == ("completed" if ended == "turns" else "truncated")
 
 
