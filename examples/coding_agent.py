@@ -146,8 +146,8 @@ class _Work:
                 if main and tokens >= self.compact_at:
                     # The tools stay, because the chat template renders them at the beginning: without them, the whole
                     # conversation would be another one.
-                    asked = [*messages, {"role": "user", "content": SUMMARIZE}]
-                    choice, _ = await self._ask(asked, tools)
+                    request = [*messages, {"role": "user", "content": SUMMARIZE}]
+                    choice, _ = await self._ask(request, tools)
                     messages = self._resumed(task, choice.message.content or "")
                     self.counts["compactions"] += 1
         except BadRequestError as error:
@@ -174,17 +174,17 @@ class _Work:
         if name not in {tool["function"]["name"] for tool in tools}:
             return f"There is no tool {name}."
         try:
-            given = json.loads(arguments)
+            values = json.loads(arguments)
         except ValueError:
-            given = None
-        if not isinstance(given, dict):
+            values = None
+        if not isinstance(values, dict):
             return "The arguments are not a JSON object."
         if name != "delegate":
-            return (await self.terminal.call(name, given)).text
-        if not isinstance(given.get("task"), str):
+            return (await self.terminal.call(name, values)).text
+        if not isinstance(values.get("task"), str):
             return "delegate takes exactly this string: task."
         self.counts["sub_agents"] += 1
-        ended, text = await self.talk([{"role": "user", "content": given["task"]}], self.sub_turns, main=False)
+        ended, text = await self.talk([{"role": "user", "content": values["task"]}], self.sub_turns, main=False)
         return text if ended == "done" else f"(The sub-agent did not finish: {ended}. Its last turn:)\n{text}"
 
     def _cut(self, text: str) -> str:
