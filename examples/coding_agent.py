@@ -45,7 +45,7 @@ DELEGATE = {
 }
 COUNTS = ("compactions", "sub_agents", "prompt_tokens", "cached_tokens")
 SUMMARIZE = (
-    "This conversation will be removed. Write down, without calling a tool, what whoever continues must know: what you "
+    "This conversation will be removed. Write down, without calling a tool, what is needed to continue: what you "
     "found and changed, in which files, and what remains to be done."
 )
 CONTINUE = "\n\nYou have worked on this before, and wrote down:\n"
@@ -79,7 +79,7 @@ async def solve(
     max_result: int = 16_384,
     timeout: float = 3600.0,
 ) -> dict[str, Any]:
-    """Works on the prompt's task and returns the verdict of its tests.
+    """Runs the agent on the prompt's task and returns the verdict of its tests.
 
     `toolbox_options`: options of the terminal. `compact_at`: length of the main conversation in tokens, from which it
     is replaced by a summary; below the context, it must leave room for a turn, its results and the summary.
