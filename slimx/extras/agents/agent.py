@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from slimx.data.records import Prompt, Trajectory
 from slimx.dotted import load_function
@@ -83,6 +83,17 @@ def check(
     find_parser(tool_parser, "")
 
 
+def check_prompts(
+    prompts: Iterable[Prompt], *, agent: str | None = None, agent_options: Json | None = None, **_: object
+) -> None:
+    """Checks the prompts with the check that `slimx.rewards.needs.checks_prompts` attached to the agent function, if
+    any. Called before the run starts."""
+    check = needs.prompt_check(_load(agent, agent_options)) if agent is not None else None
+    if check is not None:
+        check(prompts, **(agent_options or {}))
+
+
+@needs.checks_prompts(check_prompts)
 @needs.checked_by(check)
 async def generate(
     ctx: RolloutContext,

@@ -31,6 +31,7 @@ PARAMETERS = {  # billions, as published, without layers of multi-token predicti
     "Kimi-K2.5": 1026.9,
     "Kimi-K2.5-bf16": 1026.9,
     "GLM-4.5": 353,
+    "GLM-4.5-Air": 106.85,
     "GLM-5": 744,
     "gpt-oss-120b-bf16": 116.8,
     "Ling-flash-2.0": 103,

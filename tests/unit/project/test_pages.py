@@ -245,6 +245,7 @@ def lay_out(desk: Path) -> None:
         rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:ROWS]))
     for run_name in ("quickstart-sft", "quickstart-rm"):  # their runs export it
         shutil.copytree(made / "model", desk / "runs" / run_name / "hf")
+    shutil.copytree(made / "model", desk / "runs" / "agents" / "data" / "model")  # made by make.py
     (desk / "compute_score.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return {'sums': 1.0}[data_source] * (solution_str.strip() == ground_truth)\n"
