@@ -261,8 +261,24 @@ class RolloutContext(_Logging):
         return await (self.prompt_ids or PromptIds(self.tokenizer)).turn(content, role, after)
 
 
+class _Decoding(_Logging):
+    """Base class of `RewardContext`; decodes the responses when a hook first reads their text, because many never
+    do."""
+
+    __slots__ = ("_decode",)
+    _decode: Callable[[], list[Response]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("text", "responses"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
+        responses = self._decode()
+        object.__setattr__(self, "responses", responses)
+        object.__setattr__(self, "text", responses[0].text)
+        return getattr(self, name)
+
+
 @dataclass(frozen=True, slots=True)
-class RewardContext(_Logging):
+class RewardContext(_Decoding):
     """Context of one call of a reward hook, which computes the reward of one trajectory or one group."""
 
     prompt: Prompt
@@ -283,6 +299,22 @@ class RewardContext(_Logging):
     def __post_init__(self) -> None:
         if not self.responses:
             self.responses.append(Response((self.text,), final_answer(self.text)))
+
+    @classmethod
+    def decoding(
+        cls,
+        prompt: Prompt,
+        tokenizer: PreTrainedTokenizerBase,
+        evaluation: bool,
+        engines: Engines,
+        decode: Callable[[], list[Response]],
+    ) -> RewardContext:
+        """Returns a context whose responses are those that `decode` returns; it is called when they are first read."""
+        ctx = cls(prompt, tokenizer, "", evaluation, engines)
+        object.__delattr__(ctx, "text")
+        object.__delattr__(ctx, "responses")
+        object.__setattr__(ctx, "_decode", decode)
+        return ctx
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -314,4 +346,4 @@ Keep = Callable[[Group], bool | str | Awaitable[bool | str]]
 
 def seed_of(*parts: int) -> int:
     """Returns a sampling seed in [0, 2^31) that is derived from `parts`, the same on every machine."""
-    return int(np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(1)[0] >> 1)
+    return int(np.random.SeedSequence(np.array([part & 0xFFFFFFFF for part in parts], np.uint32)).generate_state(1)[0] >> 1)

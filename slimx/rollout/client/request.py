@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -108,17 +109,24 @@ class GenerationRequest:
         for name in ("max_new_tokens", "min_new_tokens"):
             if name in sampling:
                 sampling[name] = max(0, sampling[name] - count)
-        return replace(self, token_ids=[*self.token_ids, *received.token_ids.tolist()], sampling=sampling)
+        ids = compact(self.token_ids) + compact(received.token_ids)
+        return replace(self, token_ids=ids, sampling=sampling)
 
 
-def compact(token_ids: Sequence[int]) -> array[int]:
+def compact(token_ids: Sequence[int] | np.ndarray) -> array[int]:
     """Returns token ids as an array of C integers, 4 bytes each; returns an existing array of this type unchanged.
 
     Raises SlimxError for an id outside the range of int32.
     """
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
+    if isinstance(token_ids, np.ndarray):
+        token_ids = array("i", token_ids.tobytes()) if token_ids.dtype == np.int32 else token_ids.tolist()
+        return compact(token_ids)
     try:
+        if isinstance(token_ids, list):
+            with suppress(TypeError):  # of ids that are floats
+                return array("i", token_ids)
         return array("i", as_ids(token_ids))
     except OverflowError:
         invalid = next(token for token in as_ids(token_ids) if not -(2**31) <= token < 2**31)
