@@ -346,4 +346,6 @@ Keep = Callable[[Group], bool | str | Awaitable[bool | str]]
 
 def seed_of(*parts: int) -> int:
     """Returns a sampling seed in [0, 2^31) that is derived from `parts`, the same on every machine."""
-    return int(np.random.SeedSequence(np.array([part & 0xFFFFFFFF for part in parts], np.uint32)).generate_state(1)[0] >> 1)
+    return int(
+        np.random.SeedSequence(np.array([part & 0xFFFFFFFF for part in parts], np.uint32)).generate_state(1)[0] >> 1
+    )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 TICK_S = 0.5
 """Seconds between two readings of a RunningClock by its thread."""
@@ -26,28 +27,29 @@ class Clock:
     def __init__(self, seconds: float) -> None:
         self._left = seconds
         """Seconds that remained when the clock was last started or paused."""
-        self._deadline = asyncio.timeout(None)
+        self.expired = False
         self._due = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._waiting = 0
-        self._running = False
-
-    @property
-    def expired(self) -> bool:
-        return self._deadline.expired()
+        self._task: asyncio.Task[Any] | None = None
+        """Task that runs the block; None before and after."""
+        self._cancelling = 0
 
     async def __aenter__(self) -> Clock:
-        await self._deadline.__aenter__()
         # The time starts here, because a rollout may have waited for a free slot before.
-        self._running = True
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._cancelling = self._task.cancelling()
         self._start()
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._running = False
+        task, self._task = self._task, None
         if self._timer is not None:
             self._timer.cancel()
-        await self._deadline.__aexit__(kind, error, trace)
+        alone = self.expired and task is not None and task.uncancel() <= self._cancelling
+        if alone and isinstance(error, asyncio.CancelledError):  # nobody else cancelled it
+            raise TimeoutError from error
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -73,17 +75,18 @@ class Clock:
 
     def _ring(self) -> None:
         self._timer = None
-        if self._waiting or not self._movable:
+        if self._waiting or self._task is None:
             return
         loop = asyncio.get_running_loop()
         if loop.time() < self._due:
             self._timer = loop.call_at(self._due, self._ring)
         else:
-            self._deadline.reschedule(self._due)
+            self.expired = True
+            self._task.cancel()
 
     @property
     def _movable(self) -> bool:
-        return self._running and not self._deadline.expired()
+        return self._task is not None and not self.expired
 
 
 class RunningClock:

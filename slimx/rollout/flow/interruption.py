@@ -23,7 +23,7 @@ from slimx.rollout.flow.progress import Journal
 from slimx.rollout.flow.slots import Slots
 from slimx.rollout.hooks import CompletionStream, Generator
 from slimx.runtime.clocks import Clock
-from slimx.runtime.tasks import AnyFuture
+from slimx.runtime.tasks import AnyFuture, settled
 
 
 def _aborted(pending: Pending) -> SlimxError:
@@ -84,9 +84,9 @@ class Interruptible:
         pending = self._begin(request)
         while not pending.done:
             await self._opened()
-            task = asyncio.ensure_future(self._request(pending))
+            task = asyncio.Task(self._request(pending), loop=asyncio.get_running_loop(), eager_start=True)
             async with self._gate.tracked(task):
-                await asyncio.wait({task})  # a cancelled rollout stops waiting at once, even if the request continues
+                await settled(task)  # a cancelled rollout stops waiting at once, even if the request continues
                 part = None if task.cancelled() else task.result()
                 interrupted = self.interrupted
             if part is not None:

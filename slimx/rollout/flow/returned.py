@@ -302,6 +302,8 @@ def add_metrics(trajectory: Trajectory, logged: Mapping[str, float]) -> None:
 
     Raises SlimxError for a name that another hook has already logged for the same trajectory.
     """
+    if not logged:
+        return
     repeated = sorted(trajectory.metrics.keys() & logged.keys())
     if repeated:
         raise logged_twice(repeated[0])

@@ -118,6 +118,7 @@ class GroupMaker:
         self.config = config
         self.hooks = hooks
         self.policies = policies
+        self._vocabularies = {name: policy.vocabulary for name, policy in policies.items()}
         self.engines = engines or {}
         self.proxy = proxy
         self._score = score
@@ -379,7 +380,7 @@ class GroupMaker:
             hook,
             group_id,
             index,
-            vocabularies={name: policy.vocabulary for name, policy in self.policies.items()},
+            vocabularies=self._vocabularies,
             versions={name: max(version, self.begun.get(name, 0)) for name, version in self.versions.items()},
             sampled=self.policies[ACTOR].client is not None,
         )
