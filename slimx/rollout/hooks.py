@@ -265,13 +265,13 @@ class _Decoding(_Logging):
     """Base class of `RewardContext`; decodes the responses when a hook first reads their text, because many never
     do."""
 
-    __slots__ = ("_decode",)
-    _decode: Callable[[], list[Response]]
+    __slots__ = ("_reads",)
+    _reads: Sequence[Callable[[], Response]]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name not in ("text", "responses"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
-        responses = self._decode()
+        responses = [read() for read in self._reads]
         object.__setattr__(self, "responses", responses)
         object.__setattr__(self, "text", responses[0].text)
         return getattr(self, name)
@@ -307,13 +307,14 @@ class RewardContext(_Decoding):
         tokenizer: PreTrainedTokenizerBase,
         evaluation: bool,
         engines: Engines,
-        decode: Callable[[], list[Response]],
+        reads: Sequence[Callable[[], Response]],
     ) -> RewardContext:
-        """Returns a context whose responses are those that `decode` returns; it is called when they are first read."""
+        """Returns a context whose responses are those that `reads` return, which are called when a hook first needs
+        them."""
         ctx = cls(prompt, tokenizer, "", evaluation, engines)
         object.__delattr__(ctx, "text")
         object.__delattr__(ctx, "responses")
-        object.__setattr__(ctx, "_decode", decode)
+        object.__setattr__(ctx, "_reads", reads)
         return ctx
 
     @property
@@ -346,6 +347,7 @@ Keep = Callable[[Group], bool | str | Awaitable[bool | str]]
 
 def seed_of(*parts: int) -> int:
     """Returns a sampling seed in [0, 2^31) that is derived from `parts`, the same on every machine."""
-    return int(
-        np.random.SeedSequence(np.array([part & 0xFFFFFFFF for part in parts], np.uint32)).generate_state(1)[0] >> 1
-    )
+    pool = np.random.SeedSequence(np.array([part & 0xFFFFFFFF for part in parts], np.uint32)).pool
+    # The first word of `generate_state`, whose call takes as long as the rest.
+    word = (int(pool[0]) ^ 0x8B51F9DD) * (0x8B51F9DD * 0x58F38DED & 0xFFFFFFFF) & 0xFFFFFFFF
+    return (word ^ word >> 16) >> 1

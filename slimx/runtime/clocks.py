@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 TICK_S = 0.5
 """Seconds between two readings of a RunningClock by its thread."""
@@ -31,7 +30,7 @@ class Clock:
         self._due = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._waiting = 0
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[object] | None = None
         """Task that runs the block; None before and after."""
         self._cancelling = 0
 

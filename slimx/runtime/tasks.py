@@ -40,8 +40,13 @@ async def all_or_none[T](work: Iterable[Awaitable[T]]) -> list[T]:
 async def settled(task: AnyFuture) -> None:
     """Waits until `task` is done, without raising its error. Costs a third of `asyncio.wait`."""
     if not task.done():
-        ended = asyncio.get_running_loop().create_future()
-        task.add_done_callback(lambda _: ended.done() or ended.set_result(None))
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def end(_: AnyFuture) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        task.add_done_callback(end)
         await ended
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -124,10 +123,9 @@ def compact(token_ids: Sequence[int] | np.ndarray) -> array[int]:
         token_ids = array("i", token_ids.tobytes()) if token_ids.dtype == np.int32 else token_ids.tolist()
         return compact(token_ids)
     try:
-        if isinstance(token_ids, list):
-            with suppress(TypeError):  # of ids that are floats
-                return array("i", token_ids)
-        return array("i", as_ids(token_ids))
+        return array("i", token_ids if isinstance(token_ids, list) else as_ids(token_ids))
+    except TypeError:  # of ids that are floats
+        return compact(tuple(as_ids(token_ids)))
     except OverflowError:
         invalid = next(token for token in as_ids(token_ids) if not -(2**31) <= token < 2**31)
         raise SlimxError(

@@ -88,7 +88,7 @@ class Gate:
             self._abandoned.discard(request)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Tracked:
     """Context manager of one request in flight."""
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, make_dataclass
 from operator import attrgetter
+from types import GenericAlias
 from typing import Any, get_type_hints
 
 import msgspec
@@ -36,7 +37,9 @@ _TYPES = {name: kind for name, kind in get_type_hints(Trajectory).items() if kin
 _PLAIN_FIELDS = [field.name for field in fields(Trajectory) if field.name in _TYPES]
 _plain_values = attrgetter(*_PLAIN_FIELDS)
 _Fields = make_dataclass("Trajectory", [(name, _TYPES[name]) for name in _PLAIN_FIELDS])
-_DECODER = msgspec.msgpack.Decoder(tuple[*(_TYPES[name] for name in _PLAIN_FIELDS)], ext_hook=to_numpy)  # type: ignore[misc]
+_DECODER = msgspec.msgpack.Decoder(
+    GenericAlias(tuple, tuple(_TYPES[name] for name in _PLAIN_FIELDS)), ext_hook=to_numpy
+)
 
 
 class ReturnCheck:
@@ -114,7 +117,7 @@ class ReturnCheck:
         check_metadata(f"{self.hook} returned {trajectory.id} with", trajectory.metadata)
         values = _plain_values(trajectory)
         try:
-            if not _own_records(trajectory) or not _restores(values):
+            if not _restores(values, trajectory):
                 decode(_Fields, encode(dict(zip(_PLAIN_FIELDS, values, strict=True))))
         except SlimxError as error:
             raise self._error("rollout.field", trajectory.id, f"returned {trajectory.id}: {error}") from None
@@ -147,12 +150,12 @@ class ReturnCheck:
         ids = trajectory.token_ids
         vocabulary = self.vocabularies[trajectory.policy]
         highest = (vocabulary or MAX_ID) - 1
-        if not _within(ids, -1, highest):
+        if not _within(ids, highest):
             invalid = ids[((ids < 0) | (ids > highest)).argmax()]
             text = f"returned {name} with token id {invalid}; valid ids are 0 to {highest}"
             raise self._error("rollout.token_id", name, text)
         mask = trajectory.loss_mask
-        if not _within(mask, -1, 1):
+        if not _within(mask, 1):
             invalid = mask[((mask < 0) | (mask > 1)).argmax()]
             text = f"returned {name} with loss_mask value {invalid}; use 1 for trained tokens and 0 for others"
             raise self._error("rollout.loss_mask", name, text)
@@ -176,7 +179,7 @@ class ReturnCheck:
         if not self.sampled:
             return
         logprobs = trajectory.logprobs[span.start : span.stop]
-        if not _within(logprobs, -math.inf, MAX_LOGPROB):
+        if not (_within(logprobs, MAX_LOGPROB) and np.minimum.reduce(logprobs) > -math.inf):
             invalid = logprobs[(~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB))).argmax()]
             text = f"returned {name} with a sampled token whose log-prob is {invalid}; it must be finite and at most 0"
             raise self._error("rollout.logprob", name, text)
@@ -235,26 +238,22 @@ def check_metadata(whose: str, metadata: object) -> None:
             ) from None
 
 
-def _within(values: np.ndarray, above: float, most: float) -> bool:
-    """Returns True if all `values` are greater than `above` and at most `most`; NaN is neither."""
-    return len(values) == 0 or bool(np.minimum.reduce(values) > above and np.maximum.reduce(values) <= most)
+def _within(values: np.ndarray, most: float) -> bool:
+    """Returns True if all `values` are at most `most`, and no integer is negative. NaN is greater than any number."""
+    if values.dtype.kind == "i":
+        values = values.view(values.dtype.str.replace("i", "u"))  # negative numbers become the largest ones
+    return len(values) == 0 or bool(np.maximum.reduce(values) <= most)
 
 
-def _own_records(trajectory: Trajectory) -> bool:
-    """Returns True if the records in `trajectory` have exactly the fields and the version of this release."""
-    kinds = {Span: trajectory.spans, Turn: trajectory.turns, Image: trajectory.images}
-    exact = all(type(record) is kind for kind, records in kinds.items() for record in records)
-    return exact and trajectory.schema_version == SCHEMA_VERSION
-
-
-def _restores(values: tuple[object, ...]) -> bool:
-    """Returns True if the values of `_PLAIN_FIELDS` survive encoding and decoding. `decode` names the one that does
-    not, but takes five times as long."""
+def _restores(values: tuple[object, ...], trajectory: Trajectory) -> bool:
+    """Returns True if `values`, those of `_PLAIN_FIELDS`, surely survive encoding and decoding. `decode` decides about
+    the others and names the reason, but takes five times as long."""
     try:
         _DECODER.decode(encode(values))
+        exact = {*map(type, trajectory.spans)} <= {Span} and {*map(type, trajectory.turns)} <= {Turn}
+        return exact and {*map(type, trajectory.images)} <= {Image} and trajectory.schema_version == SCHEMA_VERSION
     except Exception:
         return False
-    return True
 
 
 # Failures -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from slimx.algorithms.advantages.group import reward_of
 from slimx.config.schema import Config
 from slimx.config.sections.eval import Eval
 from slimx.config.sections.policies import ACTOR
-from slimx.data.chat.responses import Response, read_response
+from slimx.data.chat.responses import read_response
 from slimx.data.chat.template import with_template
 from slimx.data.chat.tokens import PromptIds
 from slimx.data.records import Group, Prompt, Trajectory
@@ -385,17 +385,14 @@ class GroupMaker:
             sampled=self.policies[ACTOR].client is not None,
         )
 
-    def _responses(self, trajectories: Sequence[Trajectory]) -> list[Response]:
-        return [read_response(one, self.policies[one.policy].tokenizer) for one in trajectories]
-
     async def _judge(self, prompt: Prompt, judged: Trajectory | Group, evaluation: Eval | None) -> None:
         """Sets the reward of a trajectory, or of all in a group; if the hook fails, marks the first as failed."""
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
         tokenizer = self.policies[ACTOR].tokenizer
-        decode = partial(self._responses, trajectories)
-        ctx = RewardContext.decoding(prompt, tokenizer, evaluation is not None, self.engines, decode)
+        reads = [partial(read_response, one, self.policies[one.policy].tokenizer) for one in trajectories]
+        ctx = RewardContext.decoding(prompt, tokenizer, evaluation is not None, self.engines, reads)
         with marking(trajectories[0], "reward"):
             result = await self._rewards.judge(ctx, judged)
             verdicts = result if isinstance(result, list) else [result]

@@ -64,7 +64,7 @@ class Slots:
         self._free += 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Occupied:
     """Context manager of one occupied slot; `asynccontextmanager` would cost several times as much."""
 
