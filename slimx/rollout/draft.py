@@ -94,7 +94,7 @@ class Draft:
         # The trainer divides its logits by this temperature, which a hook may choose, not by the configured one.
         self.sampling["temperature"] = completion.temperature
         start = len(self._ids)
-        self._ids.extend(compact(completion.token_ids))
+        self._ids.extend(compact(completion.token_ids.tolist()))
         self._logprobs.frombytes(completion.logprobs.astype(np.float32).tobytes())
         self._trained += bytes([train]) * len(completion.token_ids)
         for first, last, version in completion.versions:

@@ -268,9 +268,15 @@ class _Decoding(_Logging):
     __slots__ = ("_reads",)
     _reads: Sequence[Callable[[], Response]]
 
+    def read_later(self, reads: Sequence[Callable[[], Response]]) -> None:
+        """Replaces the responses by those that `reads` return. They are called when a hook first needs a text."""
+        object.__setattr__(self, "_reads", reads)
+        object.__delattr__(self, "text")
+        object.__delattr__(self, "responses")
+
     def __getattr__(self, name: str) -> object:
         if name not in ("text", "responses"):
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(name)
         responses = [read() for read in self._reads]
         object.__setattr__(self, "responses", responses)
         object.__setattr__(self, "text", responses[0].text)
@@ -299,23 +305,6 @@ class RewardContext(_Decoding):
     def __post_init__(self) -> None:
         if not self.responses:
             self.responses.append(Response((self.text,), final_answer(self.text)))
-
-    @classmethod
-    def decoding(
-        cls,
-        prompt: Prompt,
-        tokenizer: PreTrainedTokenizerBase,
-        evaluation: bool,
-        engines: Engines,
-        reads: Sequence[Callable[[], Response]],
-    ) -> RewardContext:
-        """Returns a context whose responses are those that `reads` return, which are called when a hook first needs
-        them."""
-        ctx = cls(prompt, tokenizer, "", evaluation, engines)
-        object.__delattr__(ctx, "text")
-        object.__delattr__(ctx, "responses")
-        object.__setattr__(ctx, "_reads", reads)
-        return ctx
 
     @property
     def turns(self) -> tuple[str, ...]:

@@ -26,66 +26,59 @@ class Clock:
     def __init__(self, seconds: float) -> None:
         self._left = seconds
         """Seconds that remained when the clock was last started or paused."""
-        self.expired = False
+        self._deadline = asyncio.timeout(None)
         self._due = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._waiting = 0
-        self._task: asyncio.Task[object] | None = None
-        """Task that runs the block; None before and after."""
-        self._cancelling = 0
+        self._running = False
+
+    @property
+    def expired(self) -> bool:
+        return self._deadline.expired()
 
     async def __aenter__(self) -> Clock:
+        await self._deadline.__aenter__()
         # The time starts here, because a rollout may have waited for a free slot before.
-        self._task = asyncio.current_task()
-        assert self._task is not None
-        self._cancelling = self._task.cancelling()
+        self._running = True
         self._start()
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        task, self._task = self._task, None
+        self._running = False
         if self._timer is not None:
             self._timer.cancel()
-        alone = self.expired and task is not None and task.uncancel() <= self._cancelling
-        if alone and isinstance(error, asyncio.CancelledError):  # nobody else cancelled it
-            raise TimeoutError from error
+        await self._deadline.__aexit__(kind, error, trace)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Pauses the clock within the block; blocks may be nested or concurrent. Has no effect once the block of the
         clock itself has ended, because background tasks of a hook may still run then."""
-        if self._waiting == 0 and self._movable:
+        if self._waiting == 0 and self._running:
             self._left = self._due - asyncio.get_running_loop().time()
         self._waiting += 1
         try:
             yield
         finally:
             self._waiting -= 1
-            if self._waiting == 0 and self._movable:
+            if self._waiting == 0:
                 self._start()
 
     def _start(self) -> None:
-        """Lets the remaining time run from now on. A pause leaves the timer as it is: it then fires too early, and is
-        set again, because most clocks end long before."""
-        loop = asyncio.get_running_loop()
-        self._due = loop.time() + self._left
+        """Lets the remaining time run from now on. A pause does not move the timer, because most clocks end long before
+        it rings; it is set again if it rings too early."""
+        self._due = asyncio.get_running_loop().time() + self._left
         if self._timer is None:
-            self._timer = loop.call_at(self._due, self._ring)
+            self._ring()
 
     def _ring(self) -> None:
-        self._timer = None
-        if self._waiting or self._task is None:
-            return
         loop = asyncio.get_running_loop()
+        self._timer = None
+        if self._waiting or not self._running or self.expired:
+            return
         if loop.time() < self._due:
             self._timer = loop.call_at(self._due, self._ring)
         else:
-            self.expired = True
-            self._task.cancel()
-
-    @property
-    def _movable(self) -> bool:
-        return self._task is not None and not self.expired
+            self._deadline.reschedule(self._due)
 
 
 class RunningClock:

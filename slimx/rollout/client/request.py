@@ -108,20 +108,17 @@ class GenerationRequest:
         for name in ("max_new_tokens", "min_new_tokens"):
             if name in sampling:
                 sampling[name] = max(0, sampling[name] - count)
-        ids = compact(self.token_ids) + compact(received.token_ids)
+        ids = compact(self.token_ids) + compact(received.token_ids.tolist())
         return replace(self, token_ids=ids, sampling=sampling)
 
 
-def compact(token_ids: Sequence[int] | np.ndarray) -> array[int]:
+def compact(token_ids: Sequence[int]) -> array[int]:
     """Returns token ids as an array of C integers, 4 bytes each; returns an existing array of this type unchanged.
 
     Raises SlimxError for an id outside the range of int32.
     """
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
-    if isinstance(token_ids, np.ndarray):
-        token_ids = array("i", token_ids.tobytes()) if token_ids.dtype == np.int32 else token_ids.tolist()
-        return compact(token_ids)
     try:
         return array("i", token_ids if isinstance(token_ids, list) else as_ids(token_ids))
     except TypeError:  # of ids that are floats

@@ -4,9 +4,8 @@ requests."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 from slimx.errors import SlimxError
 from slimx.runtime.tasks import AnyFuture
@@ -68,35 +67,17 @@ class Gate:
                     await abort()
             await asyncio.wait(waiting, timeout=ABORT_INTERVAL_S)
 
-    def tracked(self, request: AnyFuture) -> Tracked:
-        """Returns a context that counts `request` as in flight inside its block, and cancels it at the end of the block
-        if it is not done."""
-        return Tracked(self, request)
-
-    def add(self, request: AnyFuture) -> None:
+    @asynccontextmanager
+    async def tracked(self, request: AnyFuture) -> AsyncIterator[None]:
+        """Counts `request` as in flight inside the block, and cancels it at the end of the block if it is not done."""
         self._out.add(request)
-
-    async def remove(self, request: AnyFuture) -> None:
         try:
+            yield
+        finally:
             if not request.done():
                 request.cancel()
                 await asyncio.wait({request}, timeout=CANCEL_S)
-        finally:
             if request.done():
                 request.cancelled() or request.exception()  # marks the exception as retrieved
             self._out.discard(request)
             self._abandoned.discard(request)
-
-
-@dataclass(eq=False, slots=True)
-class Tracked:
-    """Context manager of one request in flight."""
-
-    gate: Gate
-    request: AnyFuture
-
-    async def __aenter__(self) -> None:
-        self.gate.add(self.request)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.gate.remove(self.request)

@@ -23,7 +23,7 @@ from slimx.rollout.flow.progress import Journal
 from slimx.rollout.flow.slots import Slots
 from slimx.rollout.hooks import CompletionStream, Generator
 from slimx.runtime.clocks import Clock
-from slimx.runtime.tasks import AnyFuture, settled
+from slimx.runtime.tasks import AnyFuture
 
 
 def _aborted(pending: Pending) -> SlimxError:
@@ -86,7 +86,7 @@ class Interruptible:
             await self._opened()
             task = asyncio.Task(self._request(pending), loop=asyncio.get_running_loop(), eager_start=True)
             async with self._gate.tracked(task):
-                await settled(task)  # a cancelled rollout stops waiting at once, even if the request continues
+                await asyncio.wait({task})  # a cancelled rollout stops waiting at once, even if the request continues
                 part = None if task.cancelled() else task.result()
                 interrupted = self.interrupted
             if part is not None:

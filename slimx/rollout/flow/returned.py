@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, make_dataclass
 from operator import attrgetter
 from types import GenericAlias
 from typing import Any, get_type_hints
@@ -34,12 +33,8 @@ ARRAYS = {np.ndarray, np.ndarray | None, Support | None}
 """Types of the trajectory fields that `_check_tokens` checks; the codec checks all other fields."""
 
 _TYPES = {name: kind for name, kind in get_type_hints(Trajectory).items() if kind not in ARRAYS}
-_PLAIN_FIELDS = [field.name for field in fields(Trajectory) if field.name in _TYPES]
-_plain_values = attrgetter(*_PLAIN_FIELDS)
-_Fields = make_dataclass("Trajectory", [(name, _TYPES[name]) for name in _PLAIN_FIELDS])
-_DECODER = msgspec.msgpack.Decoder(
-    GenericAlias(tuple, tuple(_TYPES[name] for name in _PLAIN_FIELDS)), ext_hook=to_numpy
-)
+_plain_values = attrgetter(*_TYPES)
+_DECODER = msgspec.msgpack.Decoder(GenericAlias(tuple, tuple(_TYPES.values())), ext_hook=to_numpy)
 
 
 class ReturnCheck:
@@ -115,10 +110,9 @@ class ReturnCheck:
         """Checks all fields except arrays: they must survive encoding and decoding, the status must not be `aborted`,
         and rewards must be finite."""
         check_metadata(f"{self.hook} returned {trajectory.id} with", trajectory.metadata)
-        values = _plain_values(trajectory)
         try:
-            if not _restores(values, trajectory):
-                decode(_Fields, encode(dict(zip(_PLAIN_FIELDS, values, strict=True))))
+            if not _restores(trajectory):
+                decode(Trajectory, encode(trajectory))
         except SlimxError as error:
             raise self._error("rollout.field", trajectory.id, f"returned {trajectory.id}: {error}") from None
         if trajectory.status == "aborted":
@@ -245,11 +239,11 @@ def _within(values: np.ndarray, most: float) -> bool:
     return len(values) == 0 or bool(np.maximum.reduce(values) <= most)
 
 
-def _restores(values: tuple[object, ...], trajectory: Trajectory) -> bool:
-    """Returns True if `values`, those of `_PLAIN_FIELDS`, surely survive encoding and decoding. `decode` decides about
-    the others and names the reason, but takes five times as long."""
+def _restores(trajectory: Trajectory) -> bool:
+    """Returns True if all fields except arrays surely survive encoding and decoding. In the other cases `decode`
+    decides, which names the reason, but takes five times as long."""
     try:
-        _DECODER.decode(encode(values))
+        _DECODER.decode(encode(_plain_values(trajectory)))
         exact = {*map(type, trajectory.spans)} <= {Span} and {*map(type, trajectory.turns)} <= {Turn}
         return exact and {*map(type, trajectory.images)} <= {Image} and trajectory.schema_version == SCHEMA_VERSION
     except Exception:
@@ -301,8 +295,6 @@ def add_metrics(trajectory: Trajectory, logged: Mapping[str, float]) -> None:
 
     Raises SlimxError for a name that another hook has already logged for the same trajectory.
     """
-    if not logged:
-        return
     repeated = sorted(trajectory.metrics.keys() & logged.keys())
     if repeated:
         raise logged_twice(repeated[0])

@@ -391,8 +391,8 @@ class GroupMaker:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
         tokenizer = self.policies[ACTOR].tokenizer
-        reads = [partial(read_response, one, self.policies[one.policy].tokenizer) for one in trajectories]
-        ctx = RewardContext.decoding(prompt, tokenizer, evaluation is not None, self.engines, reads)
+        ctx = RewardContext(prompt, tokenizer, "", evaluation is not None, self.engines)
+        ctx.read_later([partial(read_response, one, self.policies[one.policy].tokenizer) for one in trajectories])
         with marking(trajectories[0], "reward"):
             result = await self._rewards.judge(ctx, judged)
             verdicts = result if isinstance(result, list) else [result]

@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
 
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
@@ -27,21 +26,22 @@ class Slots:
         self._first: deque[asyncio.Future[None]] = deque()
         self._others: deque[asyncio.Future[None]] = deque()
 
-    def occupy(self, clock: Clock | None = None, *, first: bool = False) -> Occupied:
-        """Returns a context that occupies a slot inside its block. `clock`: clock of the rollout's deadline, which is
-        suspended during the wait for the slot.
+    @asynccontextmanager
+    async def occupy(self, clock: Clock | None = None, *, first: bool = False) -> AsyncIterator[None]:
+        """Occupies a slot inside the block. `clock`: clock of the rollout's deadline, which is suspended during the
+        wait for the slot.
 
         `first`: True to wait ahead of all requests that were made with `first=False`.
         """
-        return Occupied(self, clock, self._first if first else self._others)
-
-    async def enter(self, clock: Clock | None, queue: deque[asyncio.Future[None]]) -> None:
-        """Takes a slot, after waiting for it in `queue` if none is free."""
         if self._free:  # a free slot means that there is no waiter, because a released slot goes to the next waiter
             self._free -= 1
         else:
             with clock.paused() if clock is not None else nullcontext():
-                await self._turn(queue)
+                await self._turn(self._first if first else self._others)
+        try:
+            yield
+        finally:
+            self._release()
 
     async def _turn(self, queue: deque[asyncio.Future[None]]) -> None:
         """Waits in `queue` until a slot is released to this waiter."""
@@ -51,10 +51,10 @@ class Slots:
             await slot
         except asyncio.CancelledError:
             if not slot.cancelled():  # the slot was released to this waiter just before the cancellation
-                self.release()
+                self._release()
             raise
 
-    def release(self) -> None:
+    def _release(self) -> None:
         for queue in (self._first, self._others):
             while queue:
                 slot = queue.popleft()
@@ -62,21 +62,6 @@ class Slots:
                     slot.set_result(None)
                     return
         self._free += 1
-
-
-@dataclass(eq=False, slots=True)
-class Occupied:
-    """Context manager of one occupied slot; `asynccontextmanager` would cost several times as much."""
-
-    slots: Slots
-    clock: Clock | None
-    queue: deque[asyncio.Future[None]]
-
-    async def __aenter__(self) -> None:
-        await self.slots.enter(self.clock, self.queue)
-
-    async def __aexit__(self, *_: object) -> None:
-        self.slots.release()
 
 
 class SlottedClient:
