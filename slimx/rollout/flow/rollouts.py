@@ -390,8 +390,7 @@ class GroupMaker:
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
-        tokenizer = self.policies[ACTOR].tokenizer
-        ctx = RewardContext(prompt, tokenizer, "", evaluation is not None, self.engines)
+        ctx = RewardContext(prompt, self.policies[ACTOR].tokenizer, "", evaluation is not None, self.engines)
         ctx.read_later([partial(read_response, one, self.policies[one.policy].tokenizer) for one in trajectories])
         with marking(trajectories[0], "reward"):
             result = await self._rewards.judge(ctx, judged)
