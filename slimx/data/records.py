@@ -143,12 +143,12 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for item in fields(self):
-            values = getattr(self, item.name)
-            count = length - 1 if item.name == "routed_experts" else length
-            if str(item.type).startswith(("np.ndarray", "Support")) and values is not None and len(values) != count:
+        for name in PER_TOKEN:
+            values = getattr(self, name)
+            count = length - 1 if name == "routed_experts" else length
+            if values is not None and len(values) != count:
                 raise ValueError(
-                    f"trajectory {self.id}: {item.name} has {len(values)} entries instead of {count} (tokens: {length})"
+                    f"trajectory {self.id}: {name} has {len(values)} entries instead of {count} (tokens: {length})"
                 )
         if self.support is not None:
             self._check_support(self.support)
@@ -231,6 +231,10 @@ class Trajectory:
         return np.concatenate(
             [self.token_ids[:0], *(self.token_ids[span.start : span.stop] for span in self._sampled())]
         )
+
+
+PER_TOKEN = [item.name for item in fields(Trajectory) if str(item.type).startswith(("np.ndarray", "Support"))]
+"""Fields of a trajectory with one entry for each token, or for each token but the last (`routed_experts`)."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from slimx.config.sections.policies import ACTOR
-from slimx.data.integers import as_ids
 from slimx.data.records import Image, Span, Status, Trajectory, Turn
 from slimx.data.sampling_support import Support
 from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion
+from slimx.rollout.client.request import compact
 
 _STATUS: dict[str, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
@@ -51,7 +51,7 @@ class Draft:
         self.turn = 0
         self.timings = {"generate": 0.0}
         # Thousands of rollouts wait for tools at once: arrays take 9 bytes per token, lists of numbers 90.
-        self._ids = array("i", as_ids(prompt_ids))  # copies an array too, because this one grows
+        self._ids = compact(prompt_ids)[:]  # a copy, because it grows
         self._logprobs = array("f", [float("nan")]) * len(self._ids)
         self._trained = bytearray(len(self._ids))
         self._spans = [Span(start=0, stop=len(self._ids), source="prompt")]
@@ -94,8 +94,8 @@ class Draft:
         # The trainer divides its logits by this temperature, which a hook may choose, not by the configured one.
         self.sampling["temperature"] = completion.temperature
         start = len(self._ids)
-        self._ids.extend(completion.token_ids.tolist())
-        self._logprobs.extend(completion.logprobs.tolist())
+        self._ids.extend(compact(completion.token_ids.tolist()))
+        self._logprobs.frombytes(completion.logprobs.astype(np.float32).tobytes())
         self._trained += bytes([train]) * len(completion.token_ids)
         for first, last, version in completion.versions:
             self._spans.append(
@@ -140,7 +140,7 @@ class Draft:
         start = len(self._ids)
         for image in images:
             self.images.append(replace(image, start=start + image.start, stop=start + image.stop))
-        self._ids.extend(as_ids(token_ids))
+        self._ids.extend(compact(token_ids))
         self._logprobs.extend(array("f", [float("nan")]) * len(token_ids))
         self._trained += bytes([train]) * len(token_ids)
         self._supports.append(len(token_ids))
@@ -184,9 +184,9 @@ class Draft:
             group_id=self.group_id,
             index=self.index,
             policy=self.policy,
-            token_ids=np.array(self._ids[:end], np.int32),
+            token_ids=np.frombuffer(self._ids[:end], np.int32),
             loss_mask=np.frombuffer(self._trained[:end], np.uint8),
-            logprobs=np.array(self._logprobs[:end], np.float32),
+            logprobs=np.frombuffer(self._logprobs[:end], np.float32),
             spans=spans,
             sampling=self.sampling,
             support=self._support(end),

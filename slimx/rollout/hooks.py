@@ -261,8 +261,30 @@ class RolloutContext(_Logging):
         return await (self.prompt_ids or PromptIds(self.tokenizer)).turn(content, role, after)
 
 
+class _Decoding(_Logging):
+    """Base class of `RewardContext`; decodes the responses when a hook first reads their text, because many never
+    do."""
+
+    __slots__ = ("_reads",)
+    _reads: Sequence[Callable[[], Response]]
+
+    def read_later(self, reads: Sequence[Callable[[], Response]]) -> None:
+        """Replaces the responses by those that `reads` return. They are called when a hook first needs a text."""
+        object.__setattr__(self, "_reads", reads)
+        object.__delattr__(self, "text")
+        object.__delattr__(self, "responses")
+
+    def __getattr__(self, name: str) -> object:
+        if name not in ("text", "responses"):
+            raise AttributeError(name)
+        responses = [read() for read in self._reads]
+        object.__setattr__(self, "responses", responses)
+        object.__setattr__(self, "text", responses[0].text)
+        return getattr(self, name)
+
+
 @dataclass(frozen=True, slots=True)
-class RewardContext(_Logging):
+class RewardContext(_Decoding):
     """Context of one call of a reward hook, which computes the reward of one trajectory or one group."""
 
     prompt: Prompt
@@ -314,4 +336,7 @@ Keep = Callable[[Group], bool | str | Awaitable[bool | str]]
 
 def seed_of(*parts: int) -> int:
     """Returns a sampling seed in [0, 2^31) that is derived from `parts`, the same on every machine."""
-    return int(np.random.SeedSequence([part & 0xFFFFFFFF for part in parts]).generate_state(1)[0] >> 1)
+    pool = np.random.SeedSequence(np.array([part & 0xFFFFFFFF for part in parts], np.uint32)).pool
+    # The first word of `generate_state`, whose call takes as long as the rest.
+    word = (int(pool[0]) ^ 0x8B51F9DD) * (0x8B51F9DD * 0x58F38DED & 0xFFFFFFFF) & 0xFFFFFFFF
+    return (word ^ word >> 16) >> 1

@@ -24,11 +24,12 @@ class Clock:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self._left = seconds
+        """Seconds that remained when the clock was last started or paused."""
         self._deadline = asyncio.timeout(None)
+        self._due = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._waiting = 0
-        self._left = 0.0
-        """Seconds that remained when the clock was last paused."""
         self._running = False
 
     @property
@@ -38,33 +39,46 @@ class Clock:
     async def __aenter__(self) -> Clock:
         await self._deadline.__aenter__()
         # The time starts here, because a rollout may have waited for a free slot before.
-        self._deadline.reschedule(asyncio.get_running_loop().time() + self._seconds)
         self._running = True
+        self._start()
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._running = False
+        if self._timer is not None:
+            self._timer.cancel()
         await self._deadline.__aexit__(kind, error, trace)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Pauses the clock within the block; blocks may be nested or concurrent. Has no effect once the block of the
         clock itself has ended, because background tasks of a hook may still run then."""
-        due = self._deadline.when()
-        if self._waiting == 0 and self._movable and due is not None:
-            self._left = due - asyncio.get_running_loop().time()
-            self._deadline.reschedule(None)
+        if self._waiting == 0 and self._running:
+            self._left = self._due - asyncio.get_running_loop().time()
         self._waiting += 1
         try:
             yield
         finally:
             self._waiting -= 1
-            if self._waiting == 0 and self._movable:
-                self._deadline.reschedule(asyncio.get_running_loop().time() + self._left)
+            if self._waiting == 0:
+                self._start()
 
-    @property
-    def _movable(self) -> bool:
-        return self._running and not self._deadline.expired()
+    def _start(self) -> None:
+        """Lets the remaining time run from now on. A pause does not move the timer, because most clocks end long before
+        it rings; it is set again if it rings too early."""
+        self._due = asyncio.get_running_loop().time() + self._left
+        if self._timer is None:
+            self._ring()
+
+    def _ring(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        if self._waiting or not self._running or self.expired:
+            return
+        if loop.time() < self._due:
+            self._timer = loop.call_at(self._due, self._ring)
+        else:
+            self._deadline.reschedule(self._due)
 
 
 class RunningClock:

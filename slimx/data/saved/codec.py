@@ -57,7 +57,7 @@ def decode[T](kind: type[T], data: bytes) -> T:
     unknown `schema_version`.
     """
     try:
-        tree = msgspec.msgpack.decode(data, ext_hook=_to_numpy)
+        tree = msgspec.msgpack.decode(data, ext_hook=to_numpy)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
         # Damaged strings, map keys and nesting raise errors other than msgspec's DecodeError.
         raise SlimxError(f"a saved record cannot be decoded ({error}); use an intact copy of the file") from error
@@ -186,7 +186,8 @@ def _from_numpy(value: object) -> object:
     raise NotImplementedError(f"it is of type {name}")
 
 
-def _to_numpy(code: int, data: memoryview) -> np.ndarray:
+def to_numpy(code: int, data: memoryview) -> np.ndarray:
+    """Returns the array in an extension of MessagePack. Raises SlimxError for damaged bytes."""
     try:
         if code != ARRAY:
             raise ValueError(f"unknown extension {code}")

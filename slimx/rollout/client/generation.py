@@ -17,7 +17,6 @@ import aiohttp
 import numpy as np
 
 from slimx.config.sections.rollout import MAX_SUPPORT, Rollout
-from slimx.data.integers import as_ids
 from slimx.data.records import Image
 from slimx.engines.outage import Outage
 from slimx.engines.server.http_calls import message_of
@@ -26,7 +25,7 @@ from slimx.errors import SlimxError
 from slimx.json_types import Json
 from slimx.rollout.client.completion import Completion, ModelShape, Scores
 from slimx.rollout.client.reader import Reader
-from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.client.request import GenerationRequest, compact
 from slimx.rollout.client.sending import RequestSender, Resending, input_logprobs
 from slimx.rollout.client.stream import TokenStream
 
@@ -145,8 +144,8 @@ class GenerationClient:
             fields["stored_images"] = {"directory": self.images, "images": shown}
         if self.adapters is not None:
             fields = {"lora_id": self.adapters, **fields}
-        ids = as_ids(token_ids)
-        if not ids or min(ids) < 0 or max(ids) >= self.shape.vocab_size:
+        ids = compact(token_ids)
+        if not ids or np.frombuffer(ids, np.uint32).max() >= self.shape.vocab_size:  # a negative id is a large one here
             invalid = next((token for token in ids if not 0 <= token < self.shape.vocab_size), None)
             subject = "a prompt without tokens" if invalid is None else f"token id {invalid}"
             raise SlimxError(
@@ -155,7 +154,7 @@ class GenerationClient:
                 code="request.token_ids",
                 about=subject,
             )
-        body: Json = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": False}
+        body: Json = {"input_ids": ids.tolist(), "sampling_params": parameters, "return_logprob": True, "stream": False}
         if fields:
             # The router drops unknown fields but forwards labels; the slimx plugin in the server unpacks this one.
             body["custom_labels"] = {"slimx": json.dumps(fields)}

@@ -108,7 +108,8 @@ class GenerationRequest:
         for name in ("max_new_tokens", "min_new_tokens"):
             if name in sampling:
                 sampling[name] = max(0, sampling[name] - count)
-        return replace(self, token_ids=[*self.token_ids, *received.token_ids.tolist()], sampling=sampling)
+        ids = compact(self.token_ids) + compact(received.token_ids.tolist())
+        return replace(self, token_ids=ids, sampling=sampling)
 
 
 def compact(token_ids: Sequence[int]) -> array[int]:
@@ -119,7 +120,9 @@ def compact(token_ids: Sequence[int]) -> array[int]:
     if isinstance(token_ids, array) and token_ids.typecode == "i":
         return token_ids
     try:
-        return array("i", as_ids(token_ids))
+        return array("i", token_ids if isinstance(token_ids, list) else as_ids(token_ids))
+    except TypeError:  # of ids that are floats
+        return compact(tuple(as_ids(token_ids)))
     except OverflowError:
         invalid = next(token for token in as_ids(token_ids) if not -(2**31) <= token < 2**31)
         raise SlimxError(

@@ -84,7 +84,7 @@ class Interruptible:
         pending = self._begin(request)
         while not pending.done:
             await self._opened()
-            task = asyncio.ensure_future(self._request(pending))
+            task = asyncio.Task(self._request(pending), loop=asyncio.get_running_loop(), eager_start=True)
             async with self._gate.tracked(task):
                 await asyncio.wait({task})  # a cancelled rollout stops waiting at once, even if the request continues
                 part = None if task.cancelled() else task.result()

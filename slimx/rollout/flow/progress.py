@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from slimx.data.records import Trajectory
 from slimx.digest import fingerprint
 from slimx.rollout.client.completion import Completion
-from slimx.rollout.client.request import GenerationRequest
+from slimx.rollout.client.request import GenerationRequest, compact
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +58,13 @@ class _Entry:
     new: np.ndarray
     """Token ids of the prompt without those of `before`, int32."""
     completion: Completion
-    routes_of: str | None = None
+    routes_of: str | None
     """Key of a later response that stores the routed experts of this one (`Recorded.routes_of`); None if this one
     stores them."""
+    count: int
+    """Number of prompt and sampled tokens."""
+    digest: bytes
+    """XXH3 digest of these tokens. It finds the entry that a request continues without reading all entries' tokens."""
 
     @property
     def prompt(self) -> np.ndarray:
@@ -86,7 +91,7 @@ class Journal:
     def __init__(self, recorded: Sequence[Recorded] = ()) -> None:
         self._entries: dict[str, _Entry] = {}
         for entry in recorded:
-            self._add(entry.key, entry.token_ids, entry.completion, entry.routes_of)
+            self._add(entry.key, entry.token_ids.astype(np.int32).tobytes(), entry.completion, entry.routes_of)
         by_key = {entry.key: entry for entry in recorded}
         self._replayed = {entry.key: _with_routes(entry, by_key) for entry in recorded}
 
@@ -101,13 +106,14 @@ class Journal:
 
     def record(self, request: GenerationRequest, completion: Completion) -> None:
         """Records `completion`, the tokens sampled so far for `request`, in place of an earlier record."""
-        self._add(key_of(request), np.array(request.token_ids, np.int32), completion)
+        self._add(key_of(request), compact(request.token_ids).tobytes(), completion)
 
-    def _add(self, key: str, token_ids: np.ndarray, completion: Completion, routes_of: str | None = None) -> None:
-        before = self._continued_entry(key, token_ids)
-        new = token_ids
+    def _add(self, key: str, prompt: bytes, completion: Completion, routes_of: str | None = None) -> None:
+        """Adds an entry. `prompt`: token ids as int32."""
+        before = self._continued_entry(key, prompt)
+        new = prompt
         if before is not None:
-            new = token_ids[len(before.tokens) :].copy()  # a slice without a copy would keep the whole array alive
+            new = prompt[4 * before.count :]
             # Routed experts are large, and a turn returns those of all earlier positions too. They are stored twice
             # only if they differ, because another policy or version computed them. A later entry with the same key
             # replaces an incomplete one, so no entry may refer to its experts.
@@ -117,13 +123,16 @@ class Journal:
         replaced = self._entries.get(key)
         if replaced is not None:  # other entries may still refer to this one's tokens
             _drop_routes(replaced)
-        self._entries[key] = _Entry(before, new, completion, routes_of)
+        digest = xxh3_128_digest(prompt + completion.token_ids.astype(np.int32).tobytes())
+        count = len(prompt) // 4 + len(completion.token_ids)
+        self._entries[key] = _Entry(before, np.frombuffer(new, np.int32), completion, routes_of, count, digest)
 
-    def _continued_entry(self, key: str, token_ids: np.ndarray) -> _Entry | None:
-        """Returns the newest entry whose tokens are a prefix of `token_ids`, other than the entry with the key `key`;
+    def _continued_entry(self, key: str, prompt: bytes) -> _Entry | None:
+        """Returns the newest entry whose tokens are a prefix of `prompt`, other than the entry with the key `key`;
         None if there is no such entry."""
         for other, entry in reversed(self._entries.items()):
-            if other != key and _begins(token_ids, entry):
+            begins = other != key and len(prompt) >= 4 * entry.count
+            if begins and xxh3_128_digest(prompt[: 4 * entry.count]) == entry.digest:
                 return entry
         return None
 
@@ -187,13 +196,7 @@ class GroupProgress:
 def key_of(request: GenerationRequest) -> str:
     """Returns a hash of the request's tokens, images, sampling parameters and seed, the same in every process."""
     parameters = msgspec.json.encode([request.sampling, request.seed, *request.images], order="sorted")
-    return fingerprint(np.array(request.token_ids, np.int32).tobytes() + parameters)
-
-
-def _begins(token_ids: np.ndarray, entry: _Entry) -> bool:
-    """Returns True if `token_ids` starts with all tokens of `entry`."""
-    tokens = entry.tokens
-    return len(token_ids) >= len(tokens) and np.array_equal(token_ids[: len(tokens)], tokens)
+    return fingerprint(compact(request.token_ids).tobytes() + parameters)
 
 
 def _routes_begin(later: Completion, earlier: Completion) -> bool:

@@ -105,6 +105,7 @@ class GroupMaker:
         self.config = config
         self.hooks = hooks
         self.policies = policies
+        self._vocabularies = {name: policy.vocabulary for name, policy in policies.items()}
         self.engines = engines or {}
         self.proxy = proxy
         self._score = score
@@ -374,7 +375,7 @@ class GroupMaker:
             hook,
             group_id,
             index,
-            vocabularies={name: policy.vocabulary for name, policy in self.policies.items()},
+            vocabularies=self._vocabularies,
             versions={name: max(version, self.begun.get(name, 0)) for name, version in self.versions.items()},
             sampled=self.policies[ACTOR].client is not None,
         )
@@ -384,9 +385,8 @@ class GroupMaker:
         if self._rewards is None:
             return
         trajectories = judged.trajectories if isinstance(judged, Group) else [judged]
-        responses = [read_response(one, self.policies[one.policy].tokenizer) for one in trajectories]
-        tokenizer = self.policies[ACTOR].tokenizer
-        ctx = RewardContext(prompt, tokenizer, responses[0].text, evaluation is not None, self.engines, responses)
+        ctx = RewardContext(prompt, self.policies[ACTOR].tokenizer, "", evaluation is not None, self.engines)
+        ctx.read_later([partial(read_response, one, self.policies[one.policy].tokenizer) for one in trajectories])
         with marking(trajectories[0], "reward"):
             result = await self._rewards.judge(ctx, judged)
             verdicts = result if isinstance(result, list) else [result]

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 
-from slimx.data.chat.responses import final_answer, read_response
+from slimx.data.chat.responses import Response, final_answer, read_response
 from slimx.data.records import Span, Trajectory
 from slimx.rollout.hooks import RewardContext
 from tests.unit.rollout.rollout_stand import prompts, the_tokenizer
@@ -99,3 +99,19 @@ def test_a_trajectory_that_was_not_sampled_has_no_answer():
     maker = the_tokenizer()
     response = read_response(trajectory(maker, PROMPT, ("inserted", "2")), maker)
     assert (response.turns, response.text, response.final_answer) == ((), "", "")
+
+
+def test_a_context_decodes_when_a_hook_first_reads_a_text():
+    read: list[str] = []
+
+    def decode() -> Response:
+        read.append("once")
+        return Response(("1", "2"), "2")
+
+    ctx = RewardContext(prompts()[0], None, "", False)
+    ctx.read_later([decode])
+    assert not read
+    assert (ctx.text, ctx.turns, ctx.final_answers) == ("1\n2", ("1", "2"), ["2"])
+    assert read == ["once"]
+    with pytest.raises(AttributeError):
+        _ = ctx.unknown

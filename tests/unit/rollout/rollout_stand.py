@@ -18,6 +18,7 @@ from slimx.rollout import single_turn
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
+from slimx.rollout.flow.returned import Score
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.rollout.hook_loading import Hooks
@@ -79,11 +80,12 @@ class Stand:
         reward: Reward | None = None,
         keep: Keep | None = None,
         engine: FakeEngine | None = None,
+        score: Score | None = None,
     ) -> None:
         self.engine = engine or FakeEngine()
         tokenizer = tokenizer or the_tokenizer()
         policy = PolicyClient(self.engine, tokenizer, len(the_tokenizer()))
-        self.maker = GroupMaker(config, Hooks(generate, reward, keep), {"actor": policy})
+        self.maker = GroupMaker(config, Hooks(generate, reward, keep), {"actor": policy}, score=score)
         self.dropped: list[Dropped] = []
         self.outcomes: dict[str, GroupOutcome] = {}
         """Outcomes that the maker returned, by group."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp.web
+import numpy as np
 import pytest
 
 from slimx.engines.outage import Outage
@@ -18,6 +19,7 @@ from slimx.orchestration.engines.service import prober
 from slimx.rollout.client.generation import GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.client.sending import KEY_HEADER, AnswerError
+from slimx.rollout.hooks import seed_of
 from slimx.runtime.ports import free_port
 from tests.refusals import refused
 from tests.unit.rollout.rollout_stand import config_of
@@ -196,3 +198,9 @@ async def test_a_request_with_a_key_takes_another_one_when_it_was_lost():
             await client.generate(GenerationRequest([1], {}, seed=1, affinity="g7"))
         await client.generate(GenerationRequest([1], {}, seed=1))
         assert [body.get("key") for body in bodies] == ["g7", "g7~1", "g7~2", "g7", None]
+
+
+def test_seeds_are_those_of_numpy_on_every_machine():
+    for parts in ((0,), (1, 2, 3), (-1, 2**40 + 7, 0, 5, 6)):
+        words = [part & 0xFFFFFFFF for part in parts]
+        assert seed_of(*parts) == np.random.SeedSequence(words).generate_state(1)[0] >> 1

@@ -31,6 +31,12 @@ def spoil(trajectory: Trajectory, kind: str) -> Any:
             trajectory.loss_mask = np.where(trajectory.loss_mask, 255, 0).astype(np.uint8)
         case "logprob":
             trajectory.logprobs[-1] = 1e30
+        case "infinite logprob":
+            trajectory.logprobs[-1] = -np.inf
+        case "record":
+            trajectory.turns = list(trajectory.spans)
+        case "images":
+            trajectory.images = None
         case "version":
             trajectory.spans[-1].version = 7
         case "no spans":
@@ -61,6 +67,7 @@ def spoil(trajectory: Trajectory, kind: str) -> Any:
 KINDS = (
     *("id", "negative id", "mask", "logprob", "version", "no spans", "status", "turns", "no name", "another group"),
     *("twice", "object", "surrogate", "SystemExit", "CancelledError", "wordless"),
+    *("infinite logprob", "record", "images"),
 )
 
 
@@ -121,6 +128,8 @@ SEEN = (
     "another group",
     "object",
     "surrogate",
+    "record",
+    "images",
 )
 
 

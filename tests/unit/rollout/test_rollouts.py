@@ -316,16 +316,12 @@ async def test_a_timeout_error_inside_a_rollout_is_an_error_of_the_hook():
 
 
 async def test_an_internal_error_reaches_the_loop():
-    mistake = RuntimeError("tokenizer out of order")
+    mistake = RuntimeError("teacher out of order")
 
-    class Broken:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(the_tokenizer(), name)
+    async def broken(*_: object) -> None:
+        raise mistake
 
-        def decode(self, *_: Any, **__: Any) -> str:
-            raise mistake
-
-    async with Stand(config_of(), tokenizer=Broken(), reward=one) as stand:
+    async with Stand(config_of(), reward=one, score=broken) as stand:
         with pytest.raises(RuntimeError) as caught:
             await stand.next_batch()
     assert caught.value is mistake
