@@ -41,11 +41,12 @@ from publish_tensors import Meeting as Tensors  # noqa: E402
 from publish_tensors import group_at, send, sizes_of, take  # noqa: E402
 from quantities import positive, positive_float
 
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource  # noqa: E402
+from slimx.extras.direct.delivery import DirectDelivery  # noqa: E402
 from slimx.extras.direct.ends.offer import Offer  # noqa: E402
 from slimx.extras.direct.ends.receiver import DirectReceiver, Invitation  # noqa: E402
 from slimx.extras.direct.ends.sender import DirectSender  # noqa: E402
 from slimx.extras.direct.ends.sent_bucket import SentBucket  # noqa: E402
+from slimx.extras.direct.source import DirectSource  # noqa: E402
 from slimx.extras.direct.wire import wire_bytes  # noqa: E402
 from slimx.extras.planner.links.model import STEPS, direct_traffic, predict  # noqa: E402
 from slimx.extras.planner.links.rehearsal import (  # noqa: E402
@@ -241,7 +242,7 @@ def predicted(stand: Stand, rate: float) -> float:
     asyncio.run(stand.delivery.senders._all("answer", [()] * len(stand.ranks)))
     control = time.perf_counter() - began
     links = replace(here, link=rate / RANKS, control=control, cores=None)
-    traffic = direct_traffic(stand.plan, sources=len(stand.ranks), engines=len(stand.engines))
+    traffic = direct_traffic(stand.delivery.dealt, sources=len(stand.ranks))
     stages = predict(traffic, links)
     return stages.total - stages.load - stages.verify - STEPS * control
 

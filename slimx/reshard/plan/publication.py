@@ -110,7 +110,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         # SGLang splits experts evenly, regardless of the names of their weights.
         for group in config.served.policy:
             tuple(EngineLayout(served, engine_sizes(group)).shards())  # raises SlimxError for heads that do not divide
-        target = checkpoint_parts(table, mtp=False, served=served)
+        target = _alternating(checkpoint_parts(table, mtp=False, served=served), MegatronLayout(table, sizes).parts())
         ranks = 1
 
     def compiled(source: Iterable[Part], target: Iterable[Part]) -> Plan:
@@ -130,6 +130,19 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
             "row for this tensor to the engine table of the model's family",
         )
     return PublicationPlan(plan, encoding, note, adapters)
+
+
+def _alternating(target: Iterable[Part], source: Iterable[Part]) -> list[Part]:
+    """Returns `target` in an order in which tensors of different trainer ranks alternate, so that many ranks have a
+    share of each bucket. Tensors of the same rank stay in order."""
+    holder: dict[str, int] = {}
+    for part in source:
+        holder |= dict.fromkeys(part.sources, part.ranks[0])
+    by_holder: dict[int | None, list[Part]] = {}
+    for part in target:
+        by_holder.setdefault(holder.get(part.sources[0]), []).append(part)
+    places = [((index + 0.5) / len(held), part) for held in by_holder.values() for index, part in enumerate(held)]
+    return [part for _, part in sorted(places, key=lambda place: place[0])]
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:

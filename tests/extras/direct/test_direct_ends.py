@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
+from slimx.extras.direct.delivery import DirectDelivery, receivers_of
 from slimx.extras.direct.ends import receiver, sender
 from slimx.extras.direct.ends.engine_end import DirectEnd
 from slimx.extras.direct.ends.offer import Offer
 from slimx.extras.direct.ends.sender import DirectSender
 from slimx.extras.direct.ends.sent_bucket import SentBucket
+from slimx.extras.direct.source import DirectSource
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.table import checkpoint_parts

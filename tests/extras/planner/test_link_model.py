@@ -144,7 +144,7 @@ def test_the_direct_path_has_the_bytes_that_a_run_deals_out():
         bucket_bytes=2**19,
         ranks=ENGINE.world,
     )
-    found = direct_traffic(plan, sources=4, engines=3)
+    found = direct_traffic(deal(plan, engines=3), sources=4)
     wire, sent = wire_bytes(deal(plan, engines=3)), found.sent.sum(axis=0)
     assert sent.tolist() == wire.sent(4).tolist()
     assert found.received.sum(axis=0).tolist() == wire.received(6).tolist() and found.engine_ranks == 6

@@ -7,7 +7,8 @@ A stage takes (bytes of its busiest rank) / rate + calls x latency. Stages overl
            | move, check 0 | move, check 1 | move, check 2 |
 
 Over links (`publish.transport: nixl`) bucket i + 1 is also transferred while bucket i is checked, and each link
-proceeds independently. The bytes are divided among ranks as in a run (`direct_traffic`).
+proceeds independently. The bytes are divided among ranks as in a run (`direct_traffic`). With `publish.staging: bucket`
+a bucket is loaded right after it is checked, and counts as checked then.
 
 The model ignores contention between links and any other load on them. Its figures for unmeasured machines are therefore
 shown only if its prediction for a measured machine is accurate (`LinkTrial`). `benchmarks/publish_direct.py` compares
@@ -22,7 +23,6 @@ from statistics import median
 import numpy as np
 
 from slimx.errors import SlimxError
-from slimx.extras.direct.dealing import deal
 from slimx.extras.direct.wire import move_bytes, summed
 from slimx.layout.number_formats import ITEMSIZE
 from slimx.reshard.manifest import Encoding
@@ -167,10 +167,9 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
     )
 
 
-def direct_traffic(plan: Plan, *, sources: int, engines: int) -> Traffic:
-    """Returns the traffic of the publication `plan` to `engines` identical engines if `sources` trainer ranks divide
-    the work as in a run (`slimx.extras.direct.dealing`). `plan`: plan of the publication to a single engine."""
-    dealt = deal(plan, engines=engines)
+def direct_traffic(dealt: Plan, *, sources: int) -> Traffic:
+    """Returns the traffic of a publication to all engines, whose bytes `slimx.extras.direct.dealing` has divided among
+    `sources` trainer ranks in `dealt`, as in a run."""
     return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
 
 
@@ -198,9 +197,12 @@ class Stages:
     transfer and check."""
 
 
-def predict(traffic: Traffic, links: Links) -> Stages:
+def predict(traffic: Traffic, links: Links, *, by_bucket: bool = False, copies: int = 0) -> Stages:
     """Returns the predicted duration of a publication with the traffic `traffic` on `links`, by stage. Raises
-    SlimxError if the links cannot connect all ranks of the publication."""
+    SlimxError if the links cannot connect all ranks of the publication.
+
+    `by_bucket`: True if engines load each bucket before the next one is checked (`publish.staging`). `copies`: number
+    of copies of a bucket in an engine rank's memory between its arrival and its check."""
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
             f"a weight sync connects {traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} of "
@@ -210,38 +212,43 @@ def predict(traffic: Traffic, links: Links) -> Stages:
             about=links.name,
         )
     packs = traffic.read / links.pack + (traffic.read > 0) * links.call
-    checks = traffic.received / links.check + (traffic.received > 0) * links.call
+    checks = traffic.received * (1 / links.check + copies / links.copy) + (traffic.received > 0) * links.call
     pack = packs.max(axis=1)
     check = checks.max(axis=1)
-    copies = traffic.engine_ranks // traffic.received.shape[1]
+    replicas = traffic.engine_ranks // traffic.received.shape[1]
     # If ranks share cores, overlapping stages take at least the sum of their core time.
     all_packs = _shared(packs.sum(axis=1), links.cores)
-    all_checks = _shared((checks * copies).sum(axis=1), links.cores)
+    all_checks = _shared((checks * replicas).sum(axis=1), links.cores)
+    loaded_bytes = traffic.received.sum(axis=0).max()
+    ranks_per_core = 1.0
+    if links.cores:
+        ranks_per_core = max(1.0, traffic.engine_ranks / links.cores)
+    load = (loaded_bytes / links.copy + traffic.tensors * links.call) * ranks_per_core
+    calls = 2
+    loaded = np.zeros(traffic.buckets)
+    if by_bucket:
+        calls = 3
+        loaded += load / traffic.buckets + links.control
     transfer = np.zeros(traffic.buckets)
     if links.link is None:
         # In time slot i bucket i is packed while bucket i - 1 is checked.
-        alone = np.maximum(np.append(pack + links.control, 0), np.insert(check + links.control, 0, 0))
+        alone = np.maximum(np.append(pack + links.control, 0), np.insert(check + loaded + links.control, 0, 0))
         staged = np.maximum(alone, np.append(all_packs, 0) + np.insert(all_checks, 0, 0)).sum()
     else:
         sending = traffic.sent / links.link + traffic.sends * links.message
         receiving = traffic.received / links.link + traffic.receives * links.message
         transfers = np.concatenate([sending, receiving], axis=1)
         transfer = transfers.max(axis=1)
-        staged = _staged(pack + links.control, transfers, check + links.control)
-    loaded_bytes = traffic.received.sum(axis=0).max()
-    ranks_per_core = 1.0
-    if links.cores:
-        ranks_per_core = max(1.0, traffic.engine_ranks / links.cores)
-    load = (loaded_bytes / links.copy + traffic.tensors * links.call) * ranks_per_core
+        staged = _staged(pack + links.control, transfers, check + loaded + links.control)
     verify = (loaded_bytes / links.verify + links.call) * ranks_per_core
-    total = float(staged + load + verify + STEPS * links.control)
+    total = float(staged + (0 if by_bucket else load) + verify + STEPS * links.control)
     return Stages(
         pack=float(np.maximum(pack, all_packs).sum()),
         transfer=float(transfer.sum()),
         check=float(check.sum()),
         load=float(load),
         verify=float(verify),
-        control=(2 * traffic.buckets + STEPS) * links.control,
+        control=(calls * traffic.buckets + STEPS) * links.control,
         total=total,
     )
 

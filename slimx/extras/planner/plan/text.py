@@ -282,8 +282,12 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
         memory = "of each trainer rank's GPU" if figures.on_gpus else "of trainer rank 0's host"
         yield (
             f"  memory    {_size(figures.publisher_bytes)} {memory} for buckets, "
-            f"at most {_size(figures.staged_bytes)} of an engine rank's GPU (publish.transport {figures.transport})"
+            f"at most {_size(figures.staged_bytes + figures.registered_bytes)} of an engine rank's GPU "
+            f"(publish.transport {figures.transport})"
         )
+        if figures.registered_bytes:
+            registered = f"{_size(figures.publisher_bytes)} and {_size(figures.registered_bytes)}"
+            yield f"            of it {registered} registered once per run, in all phases; no host memory"
         if figures.kept_bytes:
             yield (
                 f"  changes   {_size(figures.kept_bytes)} more of trainer rank 0's host, "
@@ -295,7 +299,7 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
     )
 
 
-def describe_predictions(predicted: Predicted) -> list[str]:
+def describe_predictions(predicted: Predicted, *, on_gpus: bool) -> list[str]:
     """Returns the lines about the predictions or, if the link model is inaccurate for this machine, one line that says
     why they are not shown."""
     off = f"the prediction deviates by {predicted.model_off_here:+.0%} on this machine"
@@ -304,10 +308,8 @@ def describe_predictions(predicted: Predicted) -> list[str]:
     lines = [f"predicted   by the link model, not measured; {off}"]
     for prediction in predicted.publications or ():
         lines.append(f"  {prediction.links}: {_stages(prediction.stages) if prediction.stages else prediction.refusal}")
-    return [
-        *lines,
-        "  if every trainer rank sends to every engine rank, device to device, with the bytes divided as in the run",
-    ]
+    path = "as in this run" if on_gpus else "unlike this run, whose buckets pass through host memory"
+    return [*lines, f"  from device to device, {path}; bytes divided among trainer ranks as in the run"]
 
 
 def describe_suggestions(report: PlanReport) -> list[str]:
