@@ -19,7 +19,7 @@ from slimx.extras.planner.plan.report import Planned, plan_report
 from slimx.extras.planner.plan.suggest import nearest_layout, suggest_layouts
 from slimx.extras.planner.plan.suggest_engines import suggest_engines
 from slimx.extras.planner.plan.text import describe, describe_predictions, describe_suggestions, describe_together
-from slimx.extras.planner.record import PlannedGroup, PlanReport, Predicted
+from slimx.extras.planner.record import PlanReport, Predicted
 from slimx.extras.planner.rules.machine import unused_warnings
 from slimx.extras.vision.prompts.check import RunImages
 from slimx.layout.ranks import Sizes
@@ -89,7 +89,7 @@ def _planned(config: Config, policies: Mapping[str, Policy], first: int, *, pred
     kernels = _kernels(config, planned.spec, report.device)
     report = report.model_copy(update={"kernels": kernels, **_suggestions(config, planned, suggest=suggest)})
     if predict and planned.compiled is not None and report.trainer is not None:
-        predicted = _predicted(planned.compiled, config, report.trainer, report.engines)
+        predicted = _predicted(planned.compiled, config, report, report.trainer)
         report = report.model_copy(update={"predicted": predicted})
     return report
 
@@ -165,13 +165,12 @@ def _suggestions(config: Config, planned: Planned, *, suggest: bool) -> dict[str
     return fields
 
 
-def _predicted(
-    compiled: CompiledPublication, config: Config, sizes: Sizes, groups: tuple[PlannedGroup, ...]
-) -> Predicted:
+def _predicted(compiled: CompiledPublication, config: Config, report: PlanReport, sizes: Sizes) -> Predicted:
     from slimx.extras.planner.links.rehearsal import rehearse  # imports torch
 
     trial = rehearse()
     shown = None
     if trial.holds:
-        shown = predictions(compiled, config.publish, sizes, groups)
+        loaded = max(record.weights for record in report.engine_memory)
+        shown = predictions(compiled, config.publish, sizes, report.engines, loaded)
     return Predicted(model_off_here=trial.off, shown=trial.holds, publications=shown)

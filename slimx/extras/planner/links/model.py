@@ -62,6 +62,8 @@ class Links:
     """Number of processor cores that all ranks share; None if each rank has its own device."""
     domain: int | None = None
     """Maximum number of ranks that these links can connect; None: unlimited."""
+    within: float | None = None
+    """Rate at which the other ranks of its node together copy from a rank's memory, in bytes/s; None: not limited."""
 
 
 def h100_infiniband() -> Links:
@@ -70,10 +72,11 @@ def h100_infiniband() -> Links:
     Public figures: 3.35 TB/s of memory per GPU (NVIDIA's H100 data sheet), eight 400 Gb/s ConnectX-7 per node (DGX H100
     user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy reaches 2.83 TB/s (reads and
     writes together), packing with checksums reaches 87% of a copy's rate, and a kernel launch takes 20 us on the host.
-    Assumed: 90% of the link rate because of RDMA headers; checksums at 85% of the 2.83 TB/s; 20 us per message; 8 ms
-    per call to all ranks, as Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
+    NVLink: 450 GB/s per direction (NVIDIA's H100 data sheet). Assumed: 80% of it; 90% of the link rate because of RDMA
+    headers; checksums at 85% of the 2.83 TB/s; 20 us per message; 8 ms per call to all ranks, as Ray and an SGLang
+    server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
     name = "H100, 8 x 400 Gb/s InfiniBand per node"
-    return _cluster(name, memory=2.83e12, pack=0.87, link=0.9 * 400e9 / 8, message=20e-6)
+    return _cluster(name, memory=2.83e12, pack=0.87, link=0.9 * 400e9 / 8, within=0.8 * 450e9, message=20e-6)
 
 
 def gb300_nvlink() -> Links:
@@ -84,10 +87,12 @@ def gb300_nvlink() -> Links:
     one direction, 90% of the memory rate; packing at 85% of a copy's rate; 10 us per message; all other rates and
     latencies as in `h100_infiniband`."""
     name = "GB300 NVL72, one NVLink domain"
-    return _cluster(name, memory=0.9 * 8e12, pack=0.85, link=0.8 * 900e9, message=10e-6, domain=72)
+    return _cluster(name, memory=0.9 * 8e12, pack=0.85, link=0.8 * 900e9, within=0.8 * 900e9, message=10e-6, domain=72)
 
 
-def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
+def _cluster(
+    name: str, *, memory: float, pack: float, link: float, within: float, message: float, domain: int | None = None
+) -> Links:
     """Returns the links of ranks with one GPU each. `memory`: bandwidth of GPU memory, reads and writes together, in
     bytes/s. `pack`: rate of the pack kernel relative to that of a copy. The other parameters are fields of `Links`."""
     return Links(
@@ -101,6 +106,7 @@ def _cluster(name: str, *, memory: float, pack: float, link: float, message: flo
         message=message,
         control=8e-3,
         domain=domain,
+        within=within,
     )
 
 
@@ -122,6 +128,10 @@ class Traffic:
     """Maximum number of tensors that an engine rank receives."""
     engine_ranks: int
     """Number of ranks of all engines together."""
+    readers: int = 1
+    """Number of engine ranks that read everything that one target receives."""
+    loaded: int | None = None
+    """Maximum number of bytes that an engine rank loads; None: all that it receives."""
 
     @property
     def buckets(self) -> int:
@@ -213,13 +223,15 @@ def predict(traffic: Traffic, links: Links, *, by_bucket: bool = False, copies: 
         )
     packs = traffic.read / links.pack + (traffic.read > 0) * links.call
     checks = traffic.received * (1 / links.check + copies / links.copy) + (traffic.received > 0) * links.call
+    if traffic.readers > 1 and links.within is not None:
+        checks += traffic.received * (traffic.readers / links.within)
     pack = packs.max(axis=1)
     check = checks.max(axis=1)
     replicas = traffic.engine_ranks // traffic.received.shape[1]
     # If ranks share cores, overlapping stages take at least the sum of their core time.
     all_packs = _shared(packs.sum(axis=1), links.cores)
     all_checks = _shared((checks * replicas).sum(axis=1), links.cores)
-    loaded_bytes = traffic.received.sum(axis=0).max()
+    loaded_bytes = traffic.received.sum(axis=0).max() if traffic.loaded is None else traffic.loaded
     ranks_per_core = 1.0
     if links.cores:
         ranks_per_core = max(1.0, traffic.engine_ranks / links.cores)

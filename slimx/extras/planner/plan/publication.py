@@ -105,6 +105,7 @@ def _traffic(compiled: CompiledPublication, sizes: Sizes, groups: tuple[PlannedG
     engine_ranks = sum(group.count * group.sizes.world for group in groups)
     if compiled.dealt is not None:
         traffic = direct_traffic(compiled.dealt.plan, sources=sizes.world)
+        traffic = replace(traffic, readers=max(1, engine_ranks // compiled.dealt.plan.targets))
     elif published.encoding == "local":
         dealt = spread_of(published.plan, [1] * engines, staggered=True).deal(published.plan)
         return direct_traffic(dealt, sources=sizes.world)
@@ -244,11 +245,11 @@ def _largest_part(plan: Plan) -> int:
 
 
 def predictions(
-    compiled: CompiledPublication, publish: Publish, sizes: Sizes, groups: tuple[PlannedGroup, ...]
+    compiled: CompiledPublication, publish: Publish, sizes: Sizes, groups: tuple[PlannedGroup, ...], loaded: int
 ) -> tuple[Prediction, ...]:
     """Returns the predicted duration of the publication on every cluster that the link model describes, from GPU to
-    GPU."""
-    traffic = _traffic(compiled, sizes, groups)
+    GPU. `loaded`: bytes of weights on the fullest engine rank."""
+    traffic = replace(_traffic(compiled, sizes, groups), loaded=loaded)
     return tuple(_prediction(traffic, links, publish) for links in (h100_infiniband(), gb300_nvlink()))
 
 
