@@ -27,7 +27,7 @@ import psutil
 
 from slimx.errors import SlimxError
 from slimx.extras.direct.wire import move_bytes, quantized_moves
-from slimx.reshard.plan.copy_plan import Holders, Plan
+from slimx.reshard.plan.copy_plan import Bucket, Holders, Plan
 
 GRAIN = 2**18
 """Minimum size in bytes of each part into which a move is divided."""
@@ -74,9 +74,12 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN, turns: Sequence[in
     turns = turns or [0] * engines
     moved = _cut(plan, plan.holders, nbytes, shares, turns, grain)
     order = np.lexsort((moved["row"], moved["tensor"], moved["target"], moved["source"], moved["bucket"]))
-    buckets = []
+    buckets: list[list[Bucket]] = []
     for turn in turns:
-        buckets += [target[turn:] + target[:turn] if turn else target for target in plan.buckets]
+        if turn:
+            buckets += [target[turn:] + target[:turn] for target in plan.buckets]
+        else:  # replicas share one list of buckets
+            buckets += plan.buckets
     return Plan(plan.precision, plan.parameters, buckets, moved[order], plan.unread)
 
 

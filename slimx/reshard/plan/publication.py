@@ -141,8 +141,11 @@ def _alternating(target: Iterable[Part], source: Iterable[Part]) -> list[Part]:
     by_holder: dict[int | None, list[Part]] = {}
     for part in target:
         by_holder.setdefault(holder.get(part.sources[0]), []).append(part)
-    places = [((index + 0.5) / len(held), part) for held in by_holder.values() for index, part in enumerate(held)]
-    return [part for _, part in sorted(places, key=lambda place: place[0])]
+    places: list[tuple[float, int, Part]] = []
+    for held in by_holder.values():
+        for index, part in enumerate(held):
+            places.append(((index + 0.5) / len(held), len(places), part))
+    return [part for *_, part in sorted(places)]
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:

@@ -286,8 +286,7 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
             f"(publish.transport {figures.transport})"
         )
         if figures.registered_bytes:
-            registered = f"{_size(figures.publisher_bytes)} and {_size(figures.registered_bytes)}"
-            yield f"            of it {registered} registered once per run, in all phases; no host memory"
+            yield f"            of the latter {_size(figures.registered_bytes)} in all phases, as registered once per run"
         if figures.kept_bytes:
             yield (
                 f"  changes   {_size(figures.kept_bytes)} more of trainer rank 0's host, "
@@ -308,7 +307,7 @@ def describe_predictions(predicted: Predicted, *, on_gpus: bool) -> list[str]:
     lines = [f"predicted   by the link model, not measured; {off}"]
     for prediction in predicted.publications or ():
         lines.append(f"  {prediction.links}: {_stages(prediction.stages) if prediction.stages else prediction.refusal}")
-    path = "as in this run" if on_gpus else "unlike this run, whose buckets pass through host memory"
+    path = "as in this run" if on_gpus else "unlike this run, whose buckets are in host memory"
     return [*lines, f"  from device to device, {path}; bytes divided among trainer ranks as in the run"]
 
 
