@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
@@ -145,7 +146,7 @@ def _alternating(target: Iterable[Part], source: Iterable[Part]) -> list[Part]:
     for held in by_holder.values():
         for index, part in enumerate(held):
             places.append(((index + 0.5) / len(held), len(places), part))
-    return [part for *_, part in sorted(places)]
+    return list(map(itemgetter(2), sorted(places)))
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:

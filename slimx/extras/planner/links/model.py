@@ -231,7 +231,9 @@ def predict(traffic: Traffic, links: Links, *, by_bucket: bool = False, copies: 
     # If ranks share cores, overlapping stages take at least the sum of their core time.
     all_packs = _shared(packs.sum(axis=1), links.cores)
     all_checks = _shared((checks * replicas).sum(axis=1), links.cores)
-    loaded_bytes = traffic.received.sum(axis=0).max() if traffic.loaded is None else traffic.loaded
+    loaded_bytes = traffic.loaded
+    if loaded_bytes is None:
+        loaded_bytes = int(traffic.received.sum(axis=0).max())
     ranks_per_core = 1.0
     if links.cores:
         ranks_per_core = max(1.0, traffic.engine_ranks / links.cores)
@@ -253,7 +255,9 @@ def predict(traffic: Traffic, links: Links, *, by_bucket: bool = False, copies: 
         transfer = transfers.max(axis=1)
         staged = _staged(pack + links.control, transfers, check + loaded + links.control)
     verify = (loaded_bytes / links.verify + links.call) * ranks_per_core
-    total = float(staged + (0 if by_bucket else load) + verify + STEPS * links.control)
+    total = float(staged + verify + STEPS * links.control)
+    if not by_bucket:
+        total += float(load)
     return Stages(
         pack=float(np.maximum(pack, all_packs).sum()),
         transfer=float(transfer.sum()),

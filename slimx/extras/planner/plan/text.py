@@ -286,7 +286,7 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
             f"(publish.transport {figures.transport})"
         )
         if figures.registered_bytes:
-            yield f"            of the latter {_size(figures.registered_bytes)} in all phases, as registered once per run"
+            yield f"            of the latter {_size(figures.registered_bytes)} in all phases: registered once per run"
         if figures.kept_bytes:
             yield (
                 f"  changes   {_size(figures.kept_bytes)} more of trainer rank 0's host, "
@@ -299,16 +299,15 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
 
 
 def describe_predictions(predicted: Predicted, *, on_gpus: bool) -> list[str]:
-    """Returns the lines about the predictions or, if the link model is inaccurate for this machine, one line that says
-    why they are not shown."""
+    """Returns the lines about the predictions, or one line if the link model is inaccurate for this machine."""
     off = f"the prediction deviates by {predicted.model_off_here:+.0%} on this machine"
     if not predicted.shown:
         return [f"predicted   not shown: {off}"]
     lines = [f"predicted   by the link model, not measured; {off}"]
     for prediction in predicted.publications or ():
         lines.append(f"  {prediction.links}: {_stages(prediction.stages) if prediction.stages else prediction.refusal}")
-    path = "as in this run" if on_gpus else "unlike this run, whose buckets are in host memory"
-    return [*lines, f"  from device to device, {path}; bytes divided among trainer ranks as in the run"]
+    like = "as in" if on_gpus else "but through host memory in"
+    return [*lines, f"  from device to device, {like} this run; bytes divided among trainer ranks as in the run"]
 
 
 def describe_suggestions(report: PlanReport) -> list[str]:
