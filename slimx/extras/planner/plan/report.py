@@ -50,6 +50,7 @@ from slimx.models.families import ModelSpec, configured_model
 from slimx.preflight.facts import model_facts
 from slimx.preflight.hardware import Machine, machine_of
 from slimx.preflight.transport import choose_transport
+from slimx.reshard.plan.publication import PublicationPlan
 
 OF_LAYOUT = ("memory.trainer", "memory.colocated", "memory.host")
 """Codes of rules that another parallel layout of the trainer could satisfy."""
@@ -66,6 +67,11 @@ class Planned:
     machine: Machine
     problems: tuple[SlimxError, ...]
     """Errors whose messages are the report's violations."""
+
+    @property
+    def published(self) -> PublicationPlan | None:
+        """Plan of the publication to one engine; None without a compiled publication."""
+        return None if self.compiled is None else self.compiled.published
 
 
 def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *, first: int = 0) -> Planned:
