@@ -250,7 +250,7 @@ class DirectDelivery(Delivery):
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
         index = self.engines[recipient.name]
-        packed = self._own(index, bucket)
+        packed = self._description(index, bucket)
         async with self._judged(bucket, index):
             try:
                 for receiver in self._receivers[index]:
@@ -273,7 +273,7 @@ class DirectDelivery(Delivery):
         if bucket == self.plan.count - 1:
             self._culprits = ""
 
-    def _own(self, engine: int, bucket: int) -> PackedBucket:
+    def _description(self, engine: int, bucket: int) -> PackedBucket:
         """Returns the description of `bucket` as the engine with index `engine` receives it."""
         replica = self.edges[self._receivers[engine][0]] // self.plan.targets
         return self.described[bucket][self.spread.turns[replica]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -133,8 +133,8 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
     return PublicationPlan(plan, encoding, note, adapters)
 
 
-def _alternating(target: Iterable[Part], source: Iterable[Part]) -> list[Part]:
-    """Returns `target` in an order in which tensors of different trainer ranks alternate, so that many ranks have a
+def _alternating(target: Iterable[Part], source: Iterable[Part]) -> Iterator[Part]:
+    """Yields `target` in an order in which tensors of different trainer ranks alternate, so that many ranks have a
     share of each bucket. Tensors of the same rank stay in order."""
     holder: dict[str, int] = {}
     for part in source:
@@ -143,10 +143,10 @@ def _alternating(target: Iterable[Part], source: Iterable[Part]) -> list[Part]:
     for part in target:
         by_holder.setdefault(holder.get(part.sources[0]), []).append(part)
     places: list[tuple[float, int, Part]] = []
-    for held in by_holder.values():
-        for index, part in enumerate(held):
-            places.append(((index + 0.5) / len(held), len(places), part))
-    return list(map(itemgetter(2), sorted(places)))
+    for parts in by_holder.values():
+        for index, part in enumerate(parts):
+            places.append(((index + 0.5) / len(parts), len(places), part))
+    return map(itemgetter(2), sorted(places))
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:

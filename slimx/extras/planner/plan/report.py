@@ -71,7 +71,9 @@ class Planned:
     @property
     def published(self) -> PublicationPlan | None:
         """Plan of the publication to one engine; None without a compiled publication."""
-        return None if self.compiled is None else self.compiled.published
+        if self.compiled is None:
+            return None
+        return self.compiled.published
 
 
 def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *, first: int = 0) -> Planned:
