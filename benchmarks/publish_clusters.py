@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from slimx.errors import SlimxError
+from slimx.extras.direct.dealing import spread_of
 from slimx.extras.families import deepseek_v3
 from slimx.extras.low_precision.block_fp8 import quantization
 from slimx.extras.planner.links.model import Traffic, direct_traffic, gb300_nvlink, h100_infiniband, predict
@@ -86,7 +87,9 @@ class Case:
         )
 
     def traffic(self) -> Traffic:
-        return direct_traffic(self.plan(), sources=self.trainer.world, engines=self.engines)
+        plan = self.plan()
+        dealt = spread_of(plan, [1] * self.engines, staggered=True).deal(plan)
+        return direct_traffic(dealt, sources=self.trainer.world)
 
 
 TRAINER_32 = Sizes(tensor=4, data=8, expert=32)

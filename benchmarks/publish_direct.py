@@ -1,6 +1,6 @@
 """Compares a publication from every trainer rank to every engine rank, over links of a known rate, with a simple one.
 
-    sudo python benchmarks/publish_direct.py [--mbit 400] [--rounds 3] [--layers 4] [--hosts 1x1 2x2 2x4]
+    sudo python benchmarks/publish_direct.py [--mbit 400] [--rounds 3] [--layers 4] [--hosts 1x1 2x2 2x4] [--colocate]
 
 Network namespaces are the machines, with two ranks each and one link of `--mbit` Mbit/s (`tc ... tbf`) that the two
 share. Trainer hosts hold a small Qwen3-MoE (data parallel, experts on two ranks); each engine host is an engine of two
@@ -13,6 +13,9 @@ with every tensor verified in staging and in the engine. *Per tensor* is a train
     busiest        bytes of the busiest link over the average of its side
     predicted      seconds of the buckets by the model of `slimx plan --predict`, from the links' rate, this machine's
                    rates of packing and checking, and an empty call to the hosts; `off`: by how much it misses
+
+`--colocate` publishes as trainers and engines on shared GPUs do, in host memory: each bucket is loaded before the next
+one is checked, and engines start at different buckets.
 
 Exits with status 1 if a prediction is off by more than 15%. Needs root and iproute2; without them it prints why it is
 skipped.
@@ -41,11 +44,12 @@ from publish_tensors import Meeting as Tensors  # noqa: E402
 from publish_tensors import group_at, send, sizes_of, take  # noqa: E402
 from quantities import positive, positive_float
 
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource  # noqa: E402
+from slimx.extras.direct.delivery import DirectDelivery  # noqa: E402
 from slimx.extras.direct.ends.offer import Offer  # noqa: E402
 from slimx.extras.direct.ends.receiver import DirectReceiver, Invitation  # noqa: E402
 from slimx.extras.direct.ends.sender import DirectSender  # noqa: E402
 from slimx.extras.direct.ends.sent_bucket import SentBucket  # noqa: E402
+from slimx.extras.direct.source import DirectSource  # noqa: E402
 from slimx.extras.direct.wire import wire_bytes  # noqa: E402
 from slimx.extras.planner.links.model import STEPS, direct_traffic, predict  # noqa: E402
 from slimx.extras.planner.links.rehearsal import (  # noqa: E402
@@ -183,6 +187,7 @@ class Stand:
         mbit: float,
         layers: int,
         step_deadline_s: float = DEADLINE_S,
+        colocate: bool = False,
     ):
         names = [f"t{k}" for k in range(trainers)] + [f"e{k}" for k in range(engines)]
         self.hosts: list[Host] = stack.enter_context(hosts(names, mbit))
@@ -203,7 +208,9 @@ class Stand:
             Trainers(self.ranks, self.plan),
             dict.fromkeys((engine.name for engine in self.engines), [None]),
             step_deadline_s=step_deadline_s,
+            staggered=colocate,
         )
+        self.colocate = colocate
         self.publisher = Publisher(
             DirectSource(self.delivery),
             self.members,
@@ -211,6 +218,7 @@ class Stand:
             deadline_s=2 * DEADLINE_S,
             step_deadline_s=step_deadline_s,
             encoding="local",
+            staging="bucket" if colocate else "model",
         )
 
     async def publish(self, version: int) -> Publication:
@@ -241,17 +249,20 @@ def predicted(stand: Stand, rate: float) -> float:
     asyncio.run(stand.delivery.senders._all("answer", [()] * len(stand.ranks)))
     control = time.perf_counter() - began
     links = replace(here, link=rate / RANKS, control=control, cores=None)
-    traffic = direct_traffic(stand.plan, sources=len(stand.ranks), engines=len(stand.engines))
-    stages = predict(traffic, links)
-    return stages.total - stages.load - stages.verify - STEPS * control
+    traffic = direct_traffic(stand.delivery.dealt, sources=len(stand.ranks))
+    stages = predict(traffic, links, by_bucket=stand.colocate, copies=int(stand.colocate))
+    load = 0 if stand.colocate else stages.load  # with buckets loaded one by one, part of their time
+    return stages.total - load - stages.verify - STEPS * control
 
 
-def measure(trainers: int, engines: int, *, mbit: float, layers: int, rounds: int) -> tuple[float, float]:
+def measure(
+    trainers: int, engines: int, *, mbit: float, layers: int, rounds: int, colocate: bool
+) -> tuple[float, float]:
     """Prints the row of one number of hosts; returns the median seconds of the buckets, and the relative error of the
     model."""
     rate = mbit * 1e6 / 8
     with ExitStack() as stack:
-        stand = Stand(stack, trainers, engines, mbit=mbit, layers=layers)
+        stand = Stand(stack, trainers, engines, mbit=mbit, layers=layers, colocate=colocate)
         dealt = stand.delivery.dealt
         wire = wire_bytes(dealt)
         sent = wire.sent(len(stand.ranks)).reshape(trainers, RANKS).sum(axis=1)
@@ -262,7 +273,7 @@ def measure(trainers: int, engines: int, *, mbit: float, layers: int, rounds: in
         done = [asyncio.run(stand.publish(version)) for version in range(1, rounds + 1)]
         after = [host.carried() for host in stand.hosts]
         assert not any(one.lost for one in done), [o.error for one in done for o in one.engines.values()]
-        staged = median(one.seconds["stage"] for one in done)
+        staged = median(one.seconds["stage"] + (one.seconds["load"] if colocate else 0) for one in done)
         total = median(one.seconds["total"] for one in done)
         expected_s = predicted(stand, rate)
         plain = median(stand.per_tensor() for _ in range(rounds))
@@ -289,6 +300,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--hosts", nargs="+", default=["1x1", "2x2", "2x4"])
+    parser.add_argument("--colocate", action="store_true", help="load each bucket at once; stagger engines")
     options = parser.parse_args()
     if (why := unavailable()) is not None:
         print(f"skipped: {why}")
@@ -301,7 +313,14 @@ def main() -> None:
     done = {}
     for case in options.hosts:
         trainers, engines = map(int, case.split("x"))
-        done[case] = measure(trainers, engines, mbit=options.mbit, layers=options.layers, rounds=options.rounds)
+        done[case] = measure(
+            trainers,
+            engines,
+            mbit=options.mbit,
+            layers=options.layers,
+            rounds=options.rounds,
+            colocate=options.colocate,
+        )
     if {"1x1", "2x2"} <= done.keys():
         ratio = done["2x2"][0] / done["1x1"][0]
         print(f"\nhosts doubled on both sides, 2x2 / 1x1: {ratio:.2f} (goal: 0.9 to 1.1)")

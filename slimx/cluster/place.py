@@ -34,6 +34,8 @@ class Placement:
     def options(self, cpus: float) -> Json:
         """Returns the Ray options for an actor with this placement. `cpus`: number of CPUs that the actor reserves."""
         options: Json = {"num_cpus": cpus, "num_gpus": self.owned}
+        if self.gpus is not None:  # without GPUs of its own, the actor would see all of the machine's
+            options["runtime_env"] = {"env_vars": {DEVICES: ",".join(self.gpus)}}
         if self.node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self.node, soft=False)
         return options

@@ -27,7 +27,8 @@ from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import EngineHandle, MemberState
 from slimx.engines.server.http_calls import ControlClient
 from slimx.errors import SlimxError
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource
+from slimx.extras.direct.delivery import DirectDelivery
+from slimx.extras.direct.source import DirectSource
 from slimx.layout.ranks import EngineSizes
 from slimx.models.families.qwen3_moe import engine_table, weight_table
 from slimx.reshard.manifest import Publication

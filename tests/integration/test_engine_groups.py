@@ -22,7 +22,8 @@ from slimx.data.chat.tokens import load_tokenizer
 from slimx.engines.fleet.group import EngineGroup
 from slimx.engines.fleet.handle import MemberState
 from slimx.engines.server.engine import Engine
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource
+from slimx.extras.direct.delivery import DirectDelivery
+from slimx.extras.direct.source import DirectSource
 from slimx.extras.served_models.client import FrozenEngine
 from slimx.extras.served_models.engines import ServedModels
 from slimx.extras.served_models.teacher import check_vocabulary

@@ -11,19 +11,23 @@ This module chooses senders for all engines together, in two steps:
             over the holders.
 
 The moves to different engines follow each other on the line, so replicas of an engine receive the same bytes from
-different ranks. How many bytes a rank receives depends only on the layouts."""
+different ranks. How many bytes a rank receives depends only on the layouts.
+
+Only the ranks of one pipeline stage hold the layers in a bucket, so replicas may be staggered: each starts at another
+bucket and continues in the same order (`Spread.turns`). At any time, they then receive from all stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import psutil
 
 from slimx.errors import SlimxError
 from slimx.extras.direct.wire import move_bytes, quantized_moves
-from slimx.reshard.plan.copy_plan import Holders, Plan
+from slimx.reshard.plan.copy_plan import Bucket, Holders, Plan
 
 GRAIN = 2**18
 """Minimum size in bytes of each part into which a move is divided."""
@@ -40,12 +44,13 @@ previous bucket. The value is the fractional part of the golden ratio, whose mul
 1."""
 
 
-def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
+def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN, turns: Sequence[int] = ()) -> Plan:
     """Returns `plan`, which sends to one engine, extended to `engines` replicas of the engine, with a sender chosen for
     every move.
 
     Rank r of engine e is target e * plan.targets + r. `grain`: minimum size in bytes of each part of a divided move.
-    The same inputs give the same plan. Raises SlimxError if the plan has no holders or host memory does not suffice."""
+    `turns`: as in `Spread`; empty if all engines receive the buckets in the order of `plan`. The same inputs give the
+    same plan. Raises SlimxError if the plan has no holders or host memory does not suffice."""
     if plan.holders is None:
         raise SlimxError(
             "the plan was deserialized, so it does not list the ranks that hold each parameter, and its moves "
@@ -66,24 +71,47 @@ def deal(plan: Plan, *, engines: int = 1, grain: int = GRAIN) -> Plan:
     nbytes = move_bytes(plan)
     amounts = np.bincount(plan.holders.of, weights=nbytes, minlength=len(plan.holders.groups)) * engines
     shares = share(amounts, plan.holders.groups)
-    moved = _cut(plan, plan.holders, nbytes, shares, engines, grain)
+    turns = turns or [0] * engines
+    moved = _cut(plan, plan.holders, nbytes, shares, turns, grain)
     order = np.lexsort((moved["row"], moved["tensor"], moved["target"], moved["source"], moved["bucket"]))
-    return Plan(plan.precision, plan.parameters, plan.buckets * engines, moved[order], plan.unread)
+    buckets: list[list[Bucket]] = []
+    for turn in turns:
+        if turn:
+            buckets += [target[turn:] + target[:turn] for target in plan.buckets]
+        else:  # replicas share one list of buckets
+            buckets += plan.buckets
+    return Plan(plan.precision, plan.parameters, buckets, moved[order], plan.unread)
 
 
-def copies_of(plan: Plan, receivers: Sequence[int]) -> tuple[int, list[int]]:
-    """Returns the number of engine replicas to pass to `deal` for `plan`, and the first target of each receiver in the
-    plan that `deal` returns.
+class Spread(NamedTuple):
+    """Replicas of an engine among which `deal` spreads a plan, and their receivers."""
 
-    `receivers`: number of receivers of each engine. The list of first targets ends with the total number of targets.
-    The targets of an engine's ranks are divided among its receivers; a single target for all ranks (Hugging Face names)
-    is sent to each receiver."""
-    if plan.targets == 1:
-        return sum(receivers), list(range(sum(receivers) + 1))
-    edges = []
+    turns: list[int]
+    """For each replica, the bucket of the plan that it receives first; bucket b of the dealt plan is for this replica
+    bucket (b + turn) modulo the number of buckets."""
+    edges: list[int]
+    """First target of each receiver in the dealt plan, followed by the total number of targets."""
+
+    def deal(self, plan: Plan) -> Plan:
+        """Returns `plan` dealt among the replicas (`deal`)."""
+        return deal(plan, engines=len(self.turns), turns=self.turns)
+
+
+def spread_of(plan: Plan, receivers: Sequence[int], *, staggered: bool = False) -> Spread:
+    """Returns the replicas and receivers for a plan that sends to one engine.
+
+    `receivers`: number of receivers of each engine. The targets of an engine's ranks are divided among its receivers; a
+    single target for all ranks (Hugging Face names) is sent to each receiver, which counts as a replica. `staggered`:
+    True if engines start at different buckets, evenly distributed over the plan."""
+    turns: list[int] = []
+    edges: list[int] = []
     for engine, count in enumerate(receivers):
-        edges += [engine * plan.targets + index * plan.targets // count for index in range(count)]
-    return len(receivers), [*edges, len(receivers) * plan.targets]
+        turn = engine * plan.count // len(receivers) if staggered else 0
+        copies = count if plan.targets == 1 else 1
+        first = len(turns) * plan.targets
+        edges += [first + index * copies * plan.targets // count for index in range(count)]
+        turns += [turn] * copies
+    return Spread(turns, [*edges, len(turns) * plan.targets])
 
 
 def only(plan: Plan, target: int) -> Plan:
@@ -133,16 +161,19 @@ def _pour(load: np.ndarray, amount: float) -> np.ndarray:
 
 
 def _cut(
-    plan: Plan, holders: Holders, nbytes: np.ndarray, shares: list[np.ndarray], engines: int, grain: int
+    plan: Plan, holders: Holders, nbytes: np.ndarray, shares: list[np.ndarray], turns: Sequence[int], grain: int
 ) -> np.ndarray:
     """Returns the moves to all engines, an array [moves] of dtype `MOVE`, with their senders. A move that several ranks
     send is divided into several moves.
 
     `nbytes`: size in bytes of each move of `plan`. `shares`: for each group of holders, the fraction of its bytes that
-    each holder sends. `grain`: minimum size in bytes of a part of a divided move."""
+    each holder sends. `turns`: as in `Spread`. `grain`: minimum size in bytes of a part of a divided move."""
+    engines = len(turns)
     moved = np.tile(plan.moved, engines)
     moved["target"] += np.repeat(np.arange(engines, dtype=np.int32) * plan.targets, len(plan.moved))
-    moved["source"] = np.array([ranks[0] for ranks in holders.groups], dtype=np.int32)[np.tile(holders.of, engines)]
+    moved["bucket"] = (moved["bucket"] - np.repeat(np.array(turns, dtype=np.int32), len(plan.moved))) % plan.count
+    group_of = np.tile(holders.of, engines)
+    moved["source"] = np.array([ranks[0] for ranks in holders.groups], dtype=np.int32)[group_of]
     # Rows of a quantization block stay together, because the rank that packs the block computes its scale.
     high = plan.precision.quantization.block[0] if plan.precision.quantization else 1
     unit = np.where(quantized_moves(plan), high, 1)
@@ -151,9 +182,10 @@ def _cut(
     divided: list[tuple[int, int, int, int]] = []
     """(index of a move, first row, number of rows, sender) of each part of a divided move."""
     undivided = np.ones(len(moved), dtype=bool)
-    for group, bucket, group_moves in _lines(plan, holders, np.array([len(parts) > 1 for parts in shares])):
-        line = (group_moves + np.arange(engines)[:, None] * len(plan.moved)).ravel()
-        size = np.tile(nbytes[group_moves], engines)
+    chosen = np.array([len(parts) > 1 for parts in shares])
+    for group, bucket, line in _lines(group_of, moved["bucket"], plan.count, chosen):
+        move = line % len(plan.moved)
+        size = nbytes[move]
         ranks = np.array(holders.groups[group])
         # The cuts are repeated once, because a rotated line extends past 1.
         cuts = np.concatenate([shares[group].cumsum(), 1.0 + shares[group].cumsum()])
@@ -164,7 +196,6 @@ def _cut(
         first = np.searchsorted(cuts, starts, side="right")
         last = np.searchsorted(cuts, ends, side="right")
         moved["source"][line] = ranks[np.searchsorted(cuts, (starts + ends) / 2, side="right") % len(ranks)]
-        move = line % len(plan.moved)
         for k in np.flatnonzero((first < last) & (moved["rows"][line] >= 2 * least[move])).tolist():
             fractions = (cuts[first[k] : last[k]] - starts[k]) / (ends[k] - starts[k])
             rows = int(moved["rows"][line[k]])
@@ -183,16 +214,20 @@ def _cut(
     return np.concatenate([moved[undivided], parts])
 
 
-def _lines(plan: Plan, holders: Holders, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields (index of a group of holders, bucket, indices in `plan.moved` of the group's moves in that bucket) for
-    each group and bucket with moves. `chosen`, bool [groups]: True for the groups to include."""
-    group = holders.of
+def _lines(
+    group: np.ndarray, bucket: np.ndarray, count: int, chosen: np.ndarray
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yields (index of a group of holders, bucket, indices of the group's moves in that bucket) for each group and
+    bucket with moves. `group`, `bucket`: those of every move, [moves]. `count`: number of buckets. `chosen`, bool
+    [groups]: True for the groups to include."""
     order = np.flatnonzero(chosen[group])
-    order = order[np.lexsort((order, plan.moved["bucket"][order], group[order]))]
-    keys = group[order].astype(np.int64) * plan.count + plan.moved["bucket"][order]
+    keys = group[order].astype(np.int64) * count + bucket[order]
+    by_key = np.argsort(keys, kind="stable")
+    order = order[by_key]
+    keys = keys[by_key]
     edges = np.flatnonzero(np.diff(keys, prepend=-1, append=-1)).tolist()
     for start, stop in pairwise(edges):
-        yield *divmod(int(keys[start]), plan.count), order[start:stop]
+        yield *divmod(int(keys[start]), count), order[start:stop]
 
 
 def _divided(rows: int, fractions: Sequence[float], unit: int, least: int, first: int) -> list[tuple[int, int, int]]:

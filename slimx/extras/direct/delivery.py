@@ -21,10 +21,9 @@ import numpy as np
 
 from slimx.cluster.waiting import has_died
 from slimx.errors import PartLost, SlimxError
-from slimx.extras.direct.dealing import copies_of, deal, only
+from slimx.extras.direct.dealing import only, spread_of
 from slimx.extras.direct.ends.offer import NO_BASE, Offer
 from slimx.extras.direct.ends.receiver import Invitation
-from slimx.extras.direct.ends.sent_bucket import describe_copies
 from slimx.reshard.manifest import Manifest
 from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket
@@ -132,13 +131,15 @@ class DirectDelivery(Delivery):
         *,
         step_deadline_s: float,
         changes: tuple[int, int] | None = None,
+        staggered: bool = False,
     ):
         """Prepares transfers to `engines`.
 
         `engines`: name -> receivers of the engine, equally many on each of its machines; trainer ranks write to all of
         them. A receiver is identified by the index of its GPU in the process on that machine, or by None for host
         memory. `step_deadline_s`: seconds for one call to one engine. `changes`: None to send full weights each time,
-        else the size in bytes of the elements that are compared, and the interval of an engine's full publications."""
+        else the size in bytes of the elements that are compared, and the interval of an engine's full publications.
+        `staggered`: as in `spread_of`."""
         self.senders = senders
         self.step_deadline_s = step_deadline_s
         self.item, self.every_full = changes or (0, 1)
@@ -147,8 +148,13 @@ class DirectDelivery(Delivery):
         self._receivers = [range(first, end) for first, end in pairwise(ends)]
         """Engine -> indices of its receivers; receivers are numbered over all engines."""
         self._gpus = list(chain.from_iterable(engines.values()))
+        self.staggered = staggered
         self.on_gpus = any(gpu is not None for gpu in self._gpus)
         self._deal()
+        self.described: dict[int, dict[int, PackedBucket]] = {}
+        """Bucket of the current publication -> its description for each turn."""
+        self.sums: dict[int, np.ndarray] = {}
+        """Bucket of the plan -> sums of its tensors in the current publication."""
         self.transfer = 0
         """Index of the current or most recent transfer."""
         self.taking: dict[int, list[int]] = {}
@@ -174,8 +180,9 @@ class DirectDelivery(Delivery):
         """Chooses which of the current trainer ranks sends each tensor part that engines receive."""
         plan = self.senders.published
         self.buckets = PlannedBuckets(plan, apart=True)  # every engine rank has its own memory
-        self.copies, self.edges = copies_of(plan, [len(receivers) for receivers in self._receivers])
-        self.dealt = deal(plan, engines=self.copies)
+        self.spread = spread_of(plan, [len(receivers) for receivers in self._receivers], staggered=self.staggered)
+        self.edges = self.spread.edges
+        self.dealt = self.spread.deal(plan)
 
     @property
     def plan(self) -> Plan:
@@ -194,6 +201,8 @@ class DirectDelivery(Delivery):
         self.taking = {}
         self.failed = {}
         self._outcomes = {}
+        self.described = {}
+        self.sums = {}
         self.wire = 0
 
     async def connect(self, recipient: Recipient, epoch: int) -> None:
@@ -241,6 +250,7 @@ class DirectDelivery(Delivery):
 
     async def bring(self, recipient: Recipient, epoch: int, packed: PackedBucket, bucket: int) -> None:
         index = self.engines[recipient.name]
+        packed = self._description(index, bucket)
         async with self._judged(bucket, index):
             try:
                 for receiver in self._receivers[index]:
@@ -262,6 +272,11 @@ class DirectDelivery(Delivery):
                 raise
         if bucket == self.plan.count - 1:
             self._culprits = ""
+
+    def _description(self, engine: int, bucket: int) -> PackedBucket:
+        """Returns the description of `bucket` as the engine with index `engine` receives it."""
+        replica = self.edges[self._receivers[engine][0]] // self.plan.targets
+        return self.described[bucket][self.spread.turns[replica]]
 
     @asynccontextmanager
     async def _judged(self, bucket: int, index: int) -> AsyncIterator[None]:
@@ -346,44 +361,6 @@ class DirectDelivery(Delivery):
         self._deal()  # there may be fewer ranks
         self._connected.clear()
         self._replaced.set()
-
-
-class DirectSource:
-    """Source of a publication in which each trainer rank sends its part of a bucket."""
-
-    def __init__(self, delivery: DirectDelivery):
-        self.delivery = delivery
-
-    async def begin(self, manifest: Manifest) -> None:
-        """Does nothing, because no preparation is needed before ranks pack."""
-
-    async def forms(self) -> list[dict[str, str]]:
-        return self.delivery.buckets.forms()
-
-    async def bucket_count(self) -> int:
-        return self.delivery.plan.count
-
-    async def gather(self, bucket: int) -> PackedBucket:
-        """Makes every rank pack its part of `bucket` and start sending it. On return the bucket is in flight."""
-        delivery = self.delivery
-        if delivery.broken is not None:
-            raise delivery.broken
-        taking = {receiver: bases[bucket] for receiver, bases in sorted(delivery.taking.items())}
-        sent = await delivery.senders.send(bucket, delivery.transfer, taking)
-        for rank, part in enumerate(sent):
-            delivery.wire = (delivery.wire or 0) + part.nbytes
-            for receiver, reason in part.failed.items():
-                delivery.failed.setdefault(receiver, (f"trainer rank {rank}", reason))
-        return describe_copies(
-            delivery.buckets.form(bucket),
-            [part.contribution for part in sent],
-            engines=delivery.copies,
-            transfer=delivery.transfer,
-            bucket=bucket,
-        )
-
-    async def release(self, bucket: int | None = None) -> None:
-        """Does nothing, because memory of a packed bucket is reused when another bucket needs it."""
 
 
 def _bases(engine: str, attested: object, receivers: int, buckets: int) -> list[list[int]]:

@@ -21,9 +21,9 @@ class DirectTransport(Transport):
     def on_gpus(self, publish: Publish, device: str, *, colocate: bool) -> bool:
         """Returns True if trainers and engines keep buckets in GPU memory.
 
-        This requires `publish.staging` "bucket", no deltas, and separate GPUs: on shared GPUs, trainers and engines
-        release their memory for each other, and bucket memory would have to be registered with NIXL again each time."""
-        return device == "cuda" and publish.staging == "bucket" and publish.delta is None and not colocate
+        This requires `publish.staging` "bucket" and no deltas. If trainers and engines share GPUs, the memory stays
+        registered with NIXL while either sleeps, because neither torch nor SGLang's memory saver allocated it."""
+        return device == "cuda" and publish.staging == "bucket" and publish.delta is None
 
     def end(self, publish: Publish) -> type[DirectEnd]:
         from slimx.extras.direct.ends.engine_end import DirectEnd
@@ -33,7 +33,8 @@ class DirectTransport(Transport):
     def connect(self, config: Config, trainers: Trainers, engines: Any, source: Source) -> tuple[Source, Delivery]:
         if engines is None:
             return super().connect(config, trainers, engines, source)
-        from slimx.extras.direct.delivery import DirectDelivery, DirectSource, RankSenders, receivers_of
+        from slimx.extras.direct.delivery import DirectDelivery, RankSenders, receivers_of
+        from slimx.extras.direct.source import DirectSource
 
         senders = RankSenders(trainers)
         ranks = None
@@ -44,5 +45,12 @@ class DirectTransport(Transport):
             receivers_of({engine.name: engine.nodes for engine in engines.receivers}, ranks),
             step_deadline_s=config.publish.engine_deadline,
             changes=config.publish.changes,
+            staggered=staggers(config),
         )
         return DirectSource(delivery), delivery
+
+
+def staggers(config: Config) -> bool:
+    """Returns True if engines receive buckets in different orders. With adapters that are merged for publication, they
+    do not, because each rank would then merge the weights of several buckets at a time."""
+    return config.trainer.lora is None

@@ -45,6 +45,9 @@ class TrainerMemory(Record):
     """Bytes of tokens in transit to and from experts."""
     dispatcher: int = 0
     """Bytes of DeepEP's buffers, which the process keeps until it exits (`slimx.extras.planner.memory.deep_ep`)."""
+    registered: int = 0
+    """Bytes of send buffers on the GPU that stay registered with NIXL from the first publication on, also while the
+    trainer is offloaded."""
     publication: int
     """Bytes of GPU memory that a publication of weights needs on this rank: buckets, or the rank's part of a bucket on
     its way to host memory, and temporary memory for merging a weight with its adapter."""
@@ -107,6 +110,9 @@ class EngineMemory(Record):
     """Number of rollouts of the maximum length for which one server has memory at the same time."""
     staged: int
     """Bytes of GPU memory that a publication needs in addition to the weights."""
+    registered: int = 0
+    """Bytes of GPU memory that the receiver of direct transfers keeps from the first publication on, also while the
+    engine sleeps."""
     overhead: int
     """Assumed bytes of the CUDA context, NCCL and library workspaces; not measured."""
     dispatcher: int = 0

@@ -14,12 +14,12 @@ from slimx.extras.datasets.command import rendered_lines
 from slimx.extras.datasets.files.directories import matching
 from slimx.extras.datasets.files.hub import HUB
 from slimx.extras.planner.plan.policy_sums import refusals, sum_over_policies
-from slimx.extras.planner.plan.publication import predictions
+from slimx.extras.planner.plan.publication import CompiledPublication, predictions
 from slimx.extras.planner.plan.report import Planned, plan_report
 from slimx.extras.planner.plan.suggest import nearest_layout, suggest_layouts
 from slimx.extras.planner.plan.suggest_engines import suggest_engines
 from slimx.extras.planner.plan.text import describe, describe_predictions, describe_suggestions, describe_together
-from slimx.extras.planner.record import PlannedGroup, PlanReport, Predicted
+from slimx.extras.planner.record import PlanReport, Predicted
 from slimx.extras.planner.rules.machine import unused_warnings
 from slimx.extras.vision.prompts.check import RunImages
 from slimx.layout.ranks import Sizes
@@ -27,7 +27,6 @@ from slimx.models.families import ModelSpec
 from slimx.numerics.mode import mode_of
 from slimx.orchestration.start.prompts import first_prompt, run_tokenizer
 from slimx.preflight.hardware import machine_of
-from slimx.reshard.plan.publication import PublicationPlan
 from slimx.trainer.device.backends import choose_backends, installed
 
 
@@ -89,8 +88,8 @@ def _planned(config: Config, policies: Mapping[str, Policy], first: int, *, pred
     report = planned.report
     kernels = _kernels(config, planned.spec, report.device)
     report = report.model_copy(update={"kernels": kernels, **_suggestions(config, planned, suggest=suggest)})
-    if predict and planned.published is not None and report.trainer is not None:
-        predicted = _predicted(planned.published, report.trainer, report.engines)
+    if predict and planned.compiled is not None and report.trainer is not None:
+        predicted = _predicted(planned.compiled, config, report, report.trainer)
         report = report.model_copy(update={"predicted": predicted})
     return report
 
@@ -102,7 +101,9 @@ def _lines(report: PlanReport, prompt: list[str]) -> list[str]:
     lines += [f"warning     {sentence}" for sentence in report.warnings]
     lines += prompt
     if report.predicted is not None:
-        lines += describe_predictions(report.predicted)
+        lines += describe_predictions(
+            report.predicted, on_gpus=report.publication is not None and report.publication.on_gpus
+        )
     return [*lines, *describe_suggestions(report)]
 
 
@@ -164,11 +165,12 @@ def _suggestions(config: Config, planned: Planned, *, suggest: bool) -> dict[str
     return fields
 
 
-def _predicted(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Predicted:
+def _predicted(compiled: CompiledPublication, config: Config, report: PlanReport, sizes: Sizes) -> Predicted:
     from slimx.extras.planner.links.rehearsal import rehearse  # imports torch
 
     trial = rehearse()
     shown = None
     if trial.holds:
-        shown = predictions(published, sizes, groups)
+        loaded = max(record.weights for record in report.engine_memory)
+        shown = predictions(compiled, config.publish, sizes, report.engines, loaded)
     return Predicted(model_off_here=trial.off, shown=trial.holds, publications=shown)

@@ -174,6 +174,10 @@ class PublicationFigures(Record):
     staged_bytes: int
     """Bytes of GPU memory that a publication needs in addition to the weights, on the engine rank that needs the
     most."""
+    registered_bytes: int = 0
+    """With nixl and buckets in GPU memory, bytes that stay allocated on each engine rank's GPU from the first
+    publication on: receive buffers, the memory in which buckets are assembled, and the context of the receiver's
+    process."""
     plan_bytes: int
     """Bytes of the serialized plan; every trainer rank keeps a copy of it."""
     compile_seconds: float

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 from slimx.config.schema import Config
 from slimx.errors import SlimxError
@@ -110,7 +111,7 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
         # SGLang splits experts evenly, regardless of the names of their weights.
         for group in config.served.policy:
             tuple(EngineLayout(served, engine_sizes(group)).shards())  # raises SlimxError for heads that do not divide
-        target = checkpoint_parts(table, mtp=False, served=served)
+        target = _alternating(checkpoint_parts(table, mtp=False, served=served), MegatronLayout(table, sizes).parts())
         ranks = 1
 
     def compiled(source: Iterable[Part], target: Iterable[Part]) -> Plan:
@@ -130,6 +131,22 @@ def _planned(config: Config, spec: ModelSpec, sizes: Sizes, device: str) -> Publ
             "row for this tensor to the engine table of the model's family",
         )
     return PublicationPlan(plan, encoding, note, adapters)
+
+
+def _alternating(target: Iterable[Part], source: Iterable[Part]) -> Iterator[Part]:
+    """Yields `target` in an order in which tensors of different trainer ranks alternate, so that many ranks have a
+    share of each bucket. Tensors of the same rank stay in order."""
+    holder: dict[str, int] = {}
+    for part in source:
+        holder |= dict.fromkeys(part.sources, part.ranks[0])
+    by_holder: dict[int | None, list[Part]] = {}
+    for part in target:
+        by_holder.setdefault(holder.get(part.sources[0]), []).append(part)
+    places: list[tuple[float, int, Part]] = []
+    for parts in by_holder.values():
+        for index, part in enumerate(parts):
+            places.append(((index + 0.5) / len(parts), len(places), part))
+    return map(itemgetter(2), sorted(places))
 
 
 def _check_served(config: Config, spec: ModelSpec, device: str) -> None:

@@ -145,7 +145,9 @@ class Stand:
         assert not any(result.failed for result in sent)
         self.wire += sum(result.nbytes for result in sent)
         shares = [result.contribution for result in sent]
-        return describe_copies(self.form(bucket), shares, engines=ENGINES, transfer=transfer, bucket=bucket)
+        apart = PlannedBuckets(self.plan, apart=True)
+        (packed,) = describe_copies(apart, [0] * ENGINES, shares, {}, transfer=transfer, bucket=bucket).values()
+        return packed
 
 
 def take(packed: PackedBucket, number: int, device: torch.device = DEVICE) -> Tensors:

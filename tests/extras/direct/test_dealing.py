@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimx.errors import SlimxError
-from slimx.extras.direct.dealing import BYTES, deal, only, share
+from slimx.extras.direct.dealing import BYTES, deal, only, share, spread_of
 from slimx.extras.direct.wire import move_bytes, quantized_moves, wire_bytes
 from slimx.extras.low_precision.block_fp8 import quantization
+from slimx.extras.planner.memory.publication import direct_memory
 from slimx.layout.maps import Rect
 from slimx.layout.number_formats import Precision
 from slimx.layout.parts import Part
@@ -143,6 +144,40 @@ def test_engines_that_are_copies_take_from_different_ranks():
     assert len(dealt.moved) == 4 * 8
     senders = [set(dealt.moved["source"][dealt.moved["target"] == engine].tolist()) for engine in range(4)]
     assert sorted(map(tuple, senders)) == [(0,), (1,), (2,), (3,)]
+
+
+@given(layouts())
+@settings(max_examples=40, deadline=None)
+def test_staggered_engines_get_the_same_bytes_in_other_buckets(case: Layouts):
+    plan = case.plan()
+    spread = spread_of(plan, [1] * case.engines, staggered=True)
+    dealt = spread.deal(plan)
+    for tensors, expected in zip(carry_out(dealt, case.trainers()), case.expected(), strict=True):
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert wire_bytes(dealt).sent(case.ranks).sum() == wire_bytes(plan).sent(case.ranks).sum() * case.engines
+    for engine, turn in enumerate(spread.turns):
+        for rank in range(plan.targets):
+            target = dealt.buckets[engine * plan.targets + rank]
+            assert [*target[plan.count - turn :], *target[: plan.count - turn]] == plan.buckets[rank]
+
+
+def test_staggered_engines_are_served_by_all_stages_at_a_time():
+    """Four stages with four layers each, one bucket per layer: without turns, a quarter of the ranks sends each."""
+    case = Layouts(4, 1, 4, tuple((64, 8, ((layer // 4,),), True) for layer in range(16)), bucket_bytes=1)
+    plan = case.plan()
+
+    def busiest(staggered: bool) -> int:
+        dealt = spread_of(plan, [1] * 4, staggered=staggered).deal(plan)
+        return direct_memory(dealt, ranks=4, edges=range(5)).ring
+
+    assert plan.count == 16 and busiest(False) == 4 * busiest(True)
+
+
+def test_receivers_of_one_engine_have_the_same_turn():
+    case = Layouts(2, 1, 1, ((4, 1, ((0,),), True),) * 6, bucket_bytes=1)
+    assert spread_of(case.plan(), [2, 1], staggered=True) == ([0, 0, 3], [0, 1, 2, 3])
+    assert spread_of(case.plan(), [2, 1]).turns == [0, 0, 0]
 
 
 def test_small_tensors_are_sent_by_the_ranks_in_turn():

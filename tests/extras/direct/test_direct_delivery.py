@@ -12,11 +12,12 @@ import ray
 
 from slimx.cluster import waiting
 from slimx.errors import PartLost, SlimxError
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
+from slimx.extras.direct.delivery import DirectDelivery, receivers_of
 from slimx.extras.direct.ends.agent import LinkError
 from slimx.extras.direct.ends.offer import Offer
 from slimx.extras.direct.ends.receiver import Invitation
 from slimx.extras.direct.ends.sent_bucket import SentBucket
+from slimx.extras.direct.source import DirectSource
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.ranks import Sizes

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource, receivers_of
+from slimx.extras.direct.delivery import DirectDelivery, receivers_of
 from slimx.extras.direct.ends import receiver, sender
 from slimx.extras.direct.ends.engine_end import DirectEnd
 from slimx.extras.direct.ends.offer import Offer
 from slimx.extras.direct.ends.sender import DirectSender
 from slimx.extras.direct.ends.sent_bucket import SentBucket
+from slimx.extras.direct.source import DirectSource
 from slimx.layout.megatron import MegatronLayout
 from slimx.layout.number_formats import Precision
 from slimx.layout.table import checkpoint_parts
@@ -107,9 +108,9 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Agent", MemoryAgent)
 
 
-async def published(plan: Plan, ranks: int | None = None) -> list[Engine]:
+async def published(plan: Plan, ranks: int | None = None, *, staggered: bool = False) -> list[Engine]:
     trainers, engines = Trainers(plan), [Engine(name) for name in MACHINES]
-    delivery = DirectDelivery(trainers, receivers_of(MACHINES, ranks), step_deadline_s=60)
+    delivery = DirectDelivery(trainers, receivers_of(MACHINES, ranks), step_deadline_s=60, staggered=staggered)
     source = DirectSource(delivery)
     await delivery.begin(Manifest(policy="p", version=1, trainer_step=1, membership_epoch=1), plan.count)
     for engine in engines:
@@ -124,8 +125,9 @@ async def published(plan: Plan, ranks: int | None = None) -> list[Engine]:
     return engines
 
 
-async def test_each_machine_of_an_engine_receives_the_bytes_of_its_ranks() -> None:
-    for engine in await published(plan()):
+@pytest.mark.parametrize("staggered", [False, True])
+async def test_each_machine_of_an_engine_receives_the_bytes_of_its_ranks(staggered: bool) -> None:
+    for engine in await published(plan(), staggered=staggered):
         assert engine.received.keys() == set(range(ENGINE.world))
         for rank, found in engine.received.items():
             expected = dressed(engine_rank(SERVED["qwen"], checkpoint(MODEL), ENGINE, rank))
@@ -133,7 +135,8 @@ async def test_each_machine_of_an_engine_receives_the_bytes_of_its_ranks() -> No
             assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in expected.items())
 
 
-async def test_each_machine_of_an_engine_takes_all_hugging_face_tensors() -> None:
+@pytest.mark.parametrize("staggered", [False, True])
+async def test_each_machine_of_an_engine_takes_all_hugging_face_tensors(staggered: bool) -> None:
     by_name = compile_plan(
         MegatronLayout(MODEL.table, SIZES).parts(),
         checkpoint_parts(MODEL.table),
@@ -141,7 +144,7 @@ async def test_each_machine_of_an_engine_takes_all_hugging_face_tensors() -> Non
         bucket_bytes=8000,
     )
     expected = dressed(checkpoint(MODEL))
-    for engine in await published(by_name):
+    for engine in await published(by_name, staggered=staggered):
         assert engine.received.keys() == set(range(MACHINES[engine.name]))
         for found in engine.received.values():
             assert found.keys() == expected.keys()

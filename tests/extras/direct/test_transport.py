@@ -9,9 +9,10 @@ import pytest
 
 from slimx.config.schema import Config
 from slimx.engines.transport import MemoryDelivery, transport_of
-from slimx.extras.direct.delivery import DirectDelivery, DirectSource, RankSenders
+from slimx.extras.direct.delivery import DirectDelivery, RankSenders
 from slimx.extras.direct.ends.engine_end import DirectEnd
 from slimx.extras.direct.ends.offer import Offer, PackedRun
+from slimx.extras.direct.source import DirectSource
 from slimx.reshard.pack.pieces import PlannedBuckets
 from tests.unit.reshard.gather_stand import WORLD, plan
 
@@ -47,7 +48,7 @@ def config_of(**publish: Any) -> Config:
     ("publish", "device", "colocate", "on_gpus"),
     [
         ({"staging": "bucket"}, "cuda", False, True),
-        ({"staging": "bucket"}, "cuda", True, False),
+        ({"staging": "bucket"}, "cuda", True, True),
         ({"staging": "bucket"}, "cpu", False, False),
         ({"staging": "model"}, "cuda", False, False),
         ({"staging": "bucket", "delta": {"every_full": 2}}, "cuda", False, False),

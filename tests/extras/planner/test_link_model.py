@@ -123,6 +123,23 @@ def test_ranks_that_share_cores_do_not_gain_by_overlap():
     assert predict(two, replace(links, cores=1)).total == (8 + 8) + (4 + 4)
 
 
+def test_a_bucket_that_is_loaded_at_once_delays_the_next_one():
+    two = traffic([[4], [4]], [[8], [8]])
+    links = replace(IDEAL, control=1.0)
+    apart, at_once = predict(two, links), predict(two, links, by_bucket=True)
+    assert at_once.control == apart.control + 2 * 1.0
+    assert at_once.total > apart.total
+
+
+def test_copies_and_readers_of_a_bucket_add_to_its_check():
+    one = traffic([[4]], [[8]])
+    links = replace(IDEAL, copy=2.0, within=4.0)
+    alone = predict(one, links)
+    assert predict(one, links, copies=2).check == alone.check + 2 * 8 / 2
+    assert predict(replace(one, readers=8), links).check == alone.check + 8 * 8 / 4
+    assert predict(replace(one, loaded=2), links).load == 2 / 2
+
+
 def test_links_do_not_join_more_ranks_than_their_domain():
     many = traffic([[1] * 40], [[1] * 33])
     with refused("links.ranks", about=gb300_nvlink().name):
@@ -144,7 +161,7 @@ def test_the_direct_path_has_the_bytes_that_a_run_deals_out():
         bucket_bytes=2**19,
         ranks=ENGINE.world,
     )
-    found = direct_traffic(plan, sources=4, engines=3)
+    found = direct_traffic(deal(plan, engines=3), sources=4)
     wire, sent = wire_bytes(deal(plan, engines=3)), found.sent.sum(axis=0)
     assert sent.tolist() == wire.sent(4).tolist()
     assert found.received.sum(axis=0).tolist() == wire.received(6).tolist() and found.engine_ranks == 6

@@ -302,7 +302,12 @@ def test_evaluation_engines_have_gpus_of_their_own(plan, colocate):
     assert evaluation["gpus"] == list(range(before["rank_map"]["gpus"], before["rank_map"]["gpus"] + 4))
     peaks = {(peak["gpu"], peak["group"]) for peak in report["phases"] if peak["group"]}
     assert ("engine", "eval") in peaks and (("shared", "actor") in peaks) == colocate
-    assert report["colocated"] == before["colocated"]
+    alone, both = before["colocated"], report["colocated"]
+    assert (alone is None) == (both is None) == (not colocate)
+    if colocate:  # the trainers' send buffers, which stay, contain what evaluation engines receive
+        assert both["engine_asleep"] == alone["engine_asleep"]
+        grown = {name: both[name] - alone[name] for name in ("training", "generating", "publishing")}
+        assert len(set(grown.values())) == 1 and 0 < grown["publishing"] < 2**30
     off = json.loads(plan(QWEN3_30B, *run, held_out, "eval.every=0", "--json")[1])
     assert off["rank_map"] == before["rank_map"]
     code, text = plan(

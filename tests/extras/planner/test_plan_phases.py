@@ -109,6 +109,12 @@ def test_buffers_of_deep_ep_stay_in_every_phase_and_are_those_of_a_process():
     assert both["generate"] == plain["generate"] + 0.5 and both["save"] == plain["save"] + 12.5
 
 
+def test_buffers_registered_for_publication_stay_in_every_phase():
+    plain = weighed(trainer(activations=5), engines=(engine(),), colocate=True)
+    more = weighed(trainer(activations=5, registered=0.5), engines=(engine(registered=2),), colocate=True)
+    assert {phase: more[phase] - plain[phase] for phase in plain} == dict.fromkeys(plain, 2.5) | {"load": 0.5}
+
+
 def test_a_trainer_that_does_not_leave_stays_in_every_phase():
     stays = weighed(trainer(away=15), engines=(engine(),), colocate=True, offload=False)
     leaves = weighed(trainer(), engines=(engine(),), colocate=True)

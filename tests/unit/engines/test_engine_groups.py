@@ -247,7 +247,10 @@ def test_each_rank_gets_the_path_of_the_bucket_on_its_machine() -> None:
 
 def test_a_server_shares_the_gpus_of_trainer_ranks_of_one_machine() -> None:
     ranks = [Placement("n0", ("0",)), Placement("n0", ("1",)), Placement("n1", ("0",))]
-    assert placement_of(ranks[:2], "actor") == Placement("n0", ("0", "1"))
+    shared = placement_of(ranks[:2], "actor")
+    assert shared == Placement("n0", ("0", "1"))
+    assert replace(shared, node=None).options(1)["runtime_env"] == {"env_vars": {"CUDA_VISIBLE_DEVICES": "0,1"}}
+    assert "runtime_env" not in Placement(owned=2).options(1)
     with refused("engines.shared_gpus", about="actor"):
         placement_of(ranks[1:], "actor")
 

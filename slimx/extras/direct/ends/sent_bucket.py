@@ -10,7 +10,7 @@ import numpy as np
 
 from slimx.errors import SlimxError
 from slimx.reshard.pack.packer import Contribution, describe, total
-from slimx.reshard.pack.pieces import BucketForm
+from slimx.reshard.pack.pieces import PlannedBuckets
 from slimx.reshard.packed import PackedBucket, PackedTensor
 
 IN_FLIGHT = "nixl:"
@@ -28,29 +28,43 @@ class SentBucket(NamedTuple):
 
 
 def describe_copies(
-    form: BucketForm, contributions: Sequence[Contribution], *, engines: int, transfer: int, bucket: int
-) -> PackedBucket:
-    """Returns the description of a bucket that was packed for `engines` engines, as each of them receives it.
+    buckets: PlannedBuckets,
+    turns: Sequence[int],
+    contributions: Sequence[Contribution],
+    known: dict[int, np.ndarray],
+    *,
+    transfer: int,
+    bucket: int,
+) -> dict[int, PackedBucket]:
+    """Returns the description of bucket number `bucket` of a dealt plan for each turn: the bucket that replicas of an
+    engine with this turn receive now.
 
-    `form`: layout of the bucket for one engine. `contributions`: contributions of all trainer ranks, each to the
-    tensors of all engines. Raises SlimxError naming a tensor that contains an infinite or NaN value, or whose checksum
-    differs between engines, which means that data-parallel replicas of the trainer have diverged."""
-    count = len(form.tensors)
+    `buckets`: layouts of the plan for one replica. `turns`: turn of every replica (`slimx.extras.direct.dealing`).
+    `contributions`: contributions of all trainer ranks, each to the tensors of all replicas. `known`: bucket of the
+    plan -> sums of its tensors in this publication; extended here. Raises SlimxError naming a tensor that contains an
+    infinite or NaN value, or whose checksum differs between replicas, which means that data-parallel replicas of the
+    trainer have diverged."""
     both = total(contributions)
-    sums = both.sums.reshape(engines, count)
-    flags = both.flags.reshape(engines, count)
+    described: dict[int, PackedBucket] = {}
+    ends = np.cumsum([len(buckets.form((bucket + turn) % buckets.plan.count).tensors) for turn in turns])
     # Flags are checked first, because values that are not finite may differ between ranks.
-    packed = describe(form, [f"{IN_FLIGHT}{transfer}/{bucket}"], [Contribution(sums[0], np.bitwise_or.reduce(flags))])
-    different = np.flatnonzero((sums != sums[0]).any(axis=0))
-    if len(different):
-        name = form.tensors[different[0]].name
-        raise SlimxError(
-            f"trainer ranks packed different bytes of tensor {name} for different engines, so data-parallel replicas "
-            "of the trainer have diverged; restart the run from the last checkpoint",
-            code="direct.copies",
-            about=name,
-        )
-    return packed
+    packed = zip(turns, np.split(both.sums, ends[:-1]), np.split(both.flags, ends[:-1]), strict=True)
+    for turn, sums, flags in sorted(packed, key=lambda replica: not replica[2].any()):
+        index = (bucket + turn) % buckets.plan.count
+        form = buckets.form(index)
+        if turn not in described or flags.any():
+            path = f"{IN_FLIGHT}{transfer}/{bucket}"
+            described[turn] = describe(form, [path], [Contribution(sums, flags)])
+        different = np.flatnonzero(known.setdefault(index, sums) != sums)
+        if len(different):
+            name = form.tensors[different[0]].name
+            raise SlimxError(
+                f"trainer ranks packed different bytes of tensor {name} for different engines, so data-parallel "
+                "replicas of the trainer have diverged; restart the run from the last checkpoint",
+                code="direct.copies",
+                about=name,
+            )
+    return described
 
 
 def in_flight(packed: PackedBucket) -> tuple[int, int]:

@@ -7,7 +7,8 @@ A stage takes (bytes of its busiest rank) / rate + calls x latency. Stages overl
            | move, check 0 | move, check 1 | move, check 2 |
 
 Over links (`publish.transport: nixl`) bucket i + 1 is also transferred while bucket i is checked, and each link
-proceeds independently. The bytes are divided among ranks as in a run (`direct_traffic`).
+proceeds independently. The bytes are divided among ranks as in a run (`direct_traffic`). With `publish.staging: bucket`
+a bucket is loaded right after it is checked, and counts as checked then.
 
 The model ignores contention between links and any other load on them. Its figures for unmeasured machines are therefore
 shown only if its prediction for a measured machine is accurate (`LinkTrial`). `benchmarks/publish_direct.py` compares
@@ -22,7 +23,6 @@ from statistics import median
 import numpy as np
 
 from slimx.errors import SlimxError
-from slimx.extras.direct.dealing import deal
 from slimx.extras.direct.wire import move_bytes, summed
 from slimx.layout.number_formats import ITEMSIZE
 from slimx.reshard.manifest import Encoding
@@ -62,6 +62,8 @@ class Links:
     """Number of processor cores that all ranks share; None if each rank has its own device."""
     domain: int | None = None
     """Maximum number of ranks that these links can connect; None: unlimited."""
+    within: float | None = None
+    """Rate at which the other ranks of its node together copy from a rank's memory, in bytes/s; None: not limited."""
 
 
 def h100_infiniband() -> Links:
@@ -70,10 +72,11 @@ def h100_infiniband() -> Links:
     Public figures: 3.35 TB/s of memory per GPU (NVIDIA's H100 data sheet), eight 400 Gb/s ConnectX-7 per node (DGX H100
     user guide, "Network Modules"). Measured on one H100 (docs/benchmarks.md): a copy reaches 2.83 TB/s (reads and
     writes together), packing with checksums reaches 87% of a copy's rate, and a kernel launch takes 20 us on the host.
-    Assumed: 90% of the link rate because of RDMA headers; checksums at 85% of the 2.83 TB/s; 20 us per message; 8 ms
-    per call to all ranks, as Ray and an SGLang server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
+    NVLink: 450 GB/s per direction (NVIDIA's H100 data sheet). Assumed: 80% of it; 90% of the link rate because of RDMA
+    headers; checksums at 85% of the 2.83 TB/s; 20 us per message; 8 ms per call to all ranks, as Ray and an SGLang
+    server take on the CPU (docs/benchmarks.md: ten calls in 79 ms)."""
     name = "H100, 8 x 400 Gb/s InfiniBand per node"
-    return _cluster(name, memory=2.83e12, pack=0.87, link=0.9 * 400e9 / 8, message=20e-6)
+    return _cluster(name, memory=2.83e12, pack=0.87, link=0.9 * 400e9 / 8, within=0.8 * 450e9, message=20e-6)
 
 
 def gb300_nvlink() -> Links:
@@ -84,10 +87,12 @@ def gb300_nvlink() -> Links:
     one direction, 90% of the memory rate; packing at 85% of a copy's rate; 10 us per message; all other rates and
     latencies as in `h100_infiniband`."""
     name = "GB300 NVL72, one NVLink domain"
-    return _cluster(name, memory=0.9 * 8e12, pack=0.85, link=0.8 * 900e9, message=10e-6, domain=72)
+    return _cluster(name, memory=0.9 * 8e12, pack=0.85, link=0.8 * 900e9, within=0.8 * 900e9, message=10e-6, domain=72)
 
 
-def _cluster(name: str, *, memory: float, pack: float, link: float, message: float, domain: int | None = None) -> Links:
+def _cluster(
+    name: str, *, memory: float, pack: float, link: float, within: float, message: float, domain: int | None = None
+) -> Links:
     """Returns the links of ranks with one GPU each. `memory`: bandwidth of GPU memory, reads and writes together, in
     bytes/s. `pack`: rate of the pack kernel relative to that of a copy. The other parameters are fields of `Links`."""
     return Links(
@@ -101,6 +106,7 @@ def _cluster(name: str, *, memory: float, pack: float, link: float, message: flo
         message=message,
         control=8e-3,
         domain=domain,
+        within=within,
     )
 
 
@@ -122,6 +128,10 @@ class Traffic:
     """Maximum number of tensors that an engine rank receives."""
     engine_ranks: int
     """Number of ranks of all engines together."""
+    readers: int = 1
+    """Number of engine ranks that read everything that one target receives."""
+    loaded: int | None = None
+    """Maximum number of bytes that an engine rank loads; None: all that it receives."""
 
     @property
     def buckets(self) -> int:
@@ -167,10 +177,9 @@ def traffic_of(plan: Plan, *, sources: int, engines: int, engine_ranks: int, enc
     )
 
 
-def direct_traffic(plan: Plan, *, sources: int, engines: int) -> Traffic:
-    """Returns the traffic of the publication `plan` to `engines` identical engines if `sources` trainer ranks divide
-    the work as in a run (`slimx.extras.direct.dealing`). `plan`: plan of the publication to a single engine."""
-    dealt = deal(plan, engines=engines)
+def direct_traffic(dealt: Plan, *, sources: int) -> Traffic:
+    """Returns the traffic of a publication to all engines, whose bytes `slimx.extras.direct.dealing` has divided among
+    `sources` trainer ranks in `dealt`, as in a run."""
     return traffic_of(dealt, sources=sources, engines=1, engine_ranks=dealt.targets, encoding="local")
 
 
@@ -198,9 +207,12 @@ class Stages:
     transfer and check."""
 
 
-def predict(traffic: Traffic, links: Links) -> Stages:
+def predict(traffic: Traffic, links: Links, *, by_bucket: bool = False, copies: int = 0) -> Stages:
     """Returns the predicted duration of a publication with the traffic `traffic` on `links`, by stage. Raises
-    SlimxError if the links cannot connect all ranks of the publication."""
+    SlimxError if the links cannot connect all ranks of the publication.
+
+    `by_bucket`: True if engines load each bucket before the next one is checked (`publish.staging`). `copies`: number
+    of copies of a bucket in an engine rank's memory between its arrival and its check."""
     if links.domain is not None and traffic.ranks > links.domain:
         raise SlimxError(
             f"a weight sync connects {traffic.ranks} ranks ({traffic.sources} of trainers, {traffic.engine_ranks} of "
@@ -210,38 +222,49 @@ def predict(traffic: Traffic, links: Links) -> Stages:
             about=links.name,
         )
     packs = traffic.read / links.pack + (traffic.read > 0) * links.call
-    checks = traffic.received / links.check + (traffic.received > 0) * links.call
+    checks = traffic.received * (1 / links.check + copies / links.copy) + (traffic.received > 0) * links.call
+    if traffic.readers > 1 and links.within is not None:
+        checks += traffic.received * (traffic.readers / links.within)
     pack = packs.max(axis=1)
     check = checks.max(axis=1)
-    copies = traffic.engine_ranks // traffic.received.shape[1]
+    replicas = traffic.engine_ranks // traffic.received.shape[1]
     # If ranks share cores, overlapping stages take at least the sum of their core time.
     all_packs = _shared(packs.sum(axis=1), links.cores)
-    all_checks = _shared((checks * copies).sum(axis=1), links.cores)
+    all_checks = _shared((checks * replicas).sum(axis=1), links.cores)
+    loaded_bytes = traffic.loaded
+    if loaded_bytes is None:
+        loaded_bytes = int(traffic.received.sum(axis=0).max())
+    ranks_per_core = 1.0
+    if links.cores:
+        ranks_per_core = max(1.0, traffic.engine_ranks / links.cores)
+    load = (loaded_bytes / links.copy + traffic.tensors * links.call) * ranks_per_core
+    calls = 2
+    loaded = np.zeros(traffic.buckets)
+    if by_bucket:
+        calls = 3
+        loaded += load / traffic.buckets + links.control
     transfer = np.zeros(traffic.buckets)
     if links.link is None:
         # In time slot i bucket i is packed while bucket i - 1 is checked.
-        alone = np.maximum(np.append(pack + links.control, 0), np.insert(check + links.control, 0, 0))
+        alone = np.maximum(np.append(pack + links.control, 0), np.insert(check + loaded + links.control, 0, 0))
         staged = np.maximum(alone, np.append(all_packs, 0) + np.insert(all_checks, 0, 0)).sum()
     else:
         sending = traffic.sent / links.link + traffic.sends * links.message
         receiving = traffic.received / links.link + traffic.receives * links.message
         transfers = np.concatenate([sending, receiving], axis=1)
         transfer = transfers.max(axis=1)
-        staged = _staged(pack + links.control, transfers, check + links.control)
-    loaded_bytes = traffic.received.sum(axis=0).max()
-    ranks_per_core = 1.0
-    if links.cores:
-        ranks_per_core = max(1.0, traffic.engine_ranks / links.cores)
-    load = (loaded_bytes / links.copy + traffic.tensors * links.call) * ranks_per_core
+        staged = _staged(pack + links.control, transfers, check + loaded + links.control)
     verify = (loaded_bytes / links.verify + links.call) * ranks_per_core
-    total = float(staged + load + verify + STEPS * links.control)
+    total = float(staged + verify + STEPS * links.control)
+    if not by_bucket:
+        total += float(load)
     return Stages(
         pack=float(np.maximum(pack, all_packs).sum()),
         transfer=float(transfer.sum()),
         check=float(check.sum()),
         load=float(load),
         verify=float(verify),
-        control=(2 * traffic.buckets + STEPS) * links.control,
+        control=(calls * traffic.buckets + STEPS) * links.control,
         total=total,
     )
 

@@ -40,13 +40,15 @@ def engine_memory(
     machine: Machine,
     *,
     staged: int,
+    registered: int = 0,
     occupied: int = 0,
     table: Table | None = None,
 ) -> EngineMemory:
     """Returns the memory of the fullest rank of a server of `group`.
 
-    `staged`: bytes that a publication needs in addition to the weights. `occupied`: bytes that a trainer rank still
-    uses on the GPU when the server starts. `table`: the result of `engine_table`; None: compute it."""
+    `staged`: bytes that a publication needs in addition to the weights; `registered`: those that it keeps. `occupied`:
+    bytes that a trainer rank still uses on the GPU when the server starts. `table`: the result of `engine_table`; None:
+    compute it."""
     sizes = engine_sizes(group)
     number_format = published_format(config.publish.quantize)
     rule = config.publish.quantize
@@ -81,6 +83,7 @@ def engine_memory(
             spec.transformer, spec.layer_kind, sizes, config.numerics.dtype, group.sglang.get("mamba_ssm_dtype")
         ),
         staged=staged,
+        registered=registered,
         overhead=OVERHEAD,
         dispatcher=engine_buffers(group, spec, sizes),
         graphs=graphs,

@@ -13,8 +13,9 @@
 
 "State" is weights, gradients and optimizer state. Weights exist twice while Megatron's buffers are filled from the
 weights that the model was built with. A trainer whose engines have separate GPUs, or without `trainer.offload`, always
-keeps its state. A sleeping engine rank keeps its context and DeepEP's buffers; its CUDA graphs are moved to host memory
-and return with the KV cache. The first publication needs as much as all later ones. Checkpoints are written from the
+keeps its state. A sleeping engine rank keeps its context, DeepEP's buffers and receive buffers registered with NIXL, as
+trainer ranks keep their send buffers; its CUDA graphs are moved to host memory and return with the KV cache. Buffers
+are counted in all phases, although the first publication allocates them. Checkpoints are written from the
 state and read into it, without additional memory. The order of phases is that of `slimx.orchestration`."""
 
 from __future__ import annotations
@@ -183,7 +184,11 @@ def _process(rank: Sequence[TrainerMemory]) -> _Bytes:
     """Returns the memory, in bytes by purpose, that the process of `rank` needs only once, whatever the number of its
     models."""
     buffers = max(record.dispatcher for record in rank)
-    return {"trainer's overhead": max(record.overhead for record in rank), "trainer's DeepEP buffers": buffers}
+    return {
+        "trainer's overhead": max(record.overhead for record in rank),
+        "trainer's DeepEP buffers": buffers,
+        "trainer's send buffers": sum(record.registered for record in rank),
+    }
 
 
 def _activations(record: TrainerMemory) -> int:
@@ -199,7 +204,11 @@ def _engine(engine: EngineMemory, phase: Phase, *, shared: bool) -> _Bytes:
     trainer rank on the same GPU."""
     if shared and phase == "load":
         return {}
-    parts = {"engine's overhead": engine.overhead, "engine's DeepEP buffers": engine.dispatcher}
+    parts = {
+        "engine's overhead": engine.overhead,
+        "engine's DeepEP buffers": engine.dispatcher,
+        "engine's receive buffers": engine.registered,
+    }
     if shared and phase not in ("start", "generate", "publish", "wake"):
         return parts
     parts["engine's weights"] = engine.weights
@@ -224,6 +233,6 @@ def colocated_memory(
         training=shared["train"],
         generating=shared["generate"],
         publishing=shared["publish"],
-        engine_asleep=max(engine.overhead + engine.dispatcher for engine in engines),
+        engine_asleep=max(engine.overhead + engine.dispatcher + engine.registered for engine in engines),
         margin=machine.memory - max(shared.values()),
     )

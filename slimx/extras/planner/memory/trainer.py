@@ -50,19 +50,21 @@ def trainer_memory(
     model: Literal["trainer", "critic"] = "trainer",
     publication: int = 0,
     merging: int = 0,
+    registered: int = 0,
     states: Sequence[StageState] | None = None,
 ) -> tuple[TrainerMemory, ...]:
     """Returns the memory of the fullest rank of each pipeline stage.
 
     `config`: configuration whose section `trainer` describes the ranks of `model`. `publication`: bytes of GPU memory
-    on each rank during publications of weights. `merging`: bytes that every rank needs to merge weights with adapters.
-    `states`: result of `stage_states` for the same sizes, to compute only the stages that it contains; None: compute
-    all stages."""
+    on each rank during publications of weights; `registered`: bytes that they keep. `merging`: bytes that every rank
+    needs to merge weights with adapters. `states`: result of `stage_states` for the same sizes, to compute only the
+    stages that it contains; None: compute all stages."""
     if states is None:
         states = stage_states(config.trainer, holdings(config.trainer, config.numerics, spec), spec, sizes, model=model)
     setting = activation_setting(config, spec, sizes, device)
     microbatches = batch_plan(config, sizes).microbatches_per_update
     buckets = publication if model == "trainer" else 0
+    kept = registered if model == "trainer" else 0
     out = []
     for stage in states:
         activations = activation_bytes(
@@ -70,7 +72,7 @@ def trainer_memory(
         )
         if model == "critic" or config.algorithm.scores:  # one value per token instead of logits
             activations = replace(activations, head=0)
-        out.append(_record(config, spec, setting, stage, activations, model, device, buckets, merging))
+        out.append(_record(config, spec, setting, stage, activations, model, device, buckets, merging, kept))
     return tuple(out)
 
 
@@ -173,6 +175,7 @@ def _record(
     device: str,
     buckets: int,
     merging: int,
+    kept: int,
 ) -> TrainerMemory:
     state = stage.state
     hosted = round(state.moments * config.trainer.optimizer.offload_fraction)
@@ -204,10 +207,11 @@ def _record(
         copies=policy.copies,
         communication=dispatched,
         dispatcher=dispatcher,
+        registered=kept,
         publication=buckets,
         overhead=overhead,
         in_flight=activations.in_flight,
-        peak=static + max(activations.peak + dispatched, step, buckets),
+        peak=static + kept + max(activations.peak + dispatched, step, buckets),
         away=away,
         host_optimizer=host.optimizer,
         host_copies=host.copies,

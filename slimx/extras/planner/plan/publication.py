@@ -12,7 +12,8 @@ from slimx.config.schema import Config
 from slimx.config.sections.publish import Publish
 from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
-from slimx.extras.direct.dealing import copies_of, deal
+from slimx.extras.direct.dealing import spread_of
+from slimx.extras.direct.transport import staggers
 from slimx.extras.direct.wire import wire_bytes
 from slimx.extras.planner.links.model import (
     Links,
@@ -67,7 +68,7 @@ def compile_publication(
         return None
     dealt = None
     if config.publish.transport == "nixl":
-        dealt = _dealt(published.plan, groups, on_gpus=on_gpus)
+        dealt = _dealt(published.plan, groups, on_gpus=on_gpus, staggered=staggers(config))
     return CompiledPublication(published, dealt, on_gpus, seconds)
 
 
@@ -85,34 +86,37 @@ def publication_links(
     return link_bytes(compiled.published.plan, places, groups, machine, transport)
 
 
-def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool) -> DealtPlan:
+def _dealt(plan: Plan, groups: tuple[PlannedGroup, ...], *, on_gpus: bool, staggered: bool) -> DealtPlan:
     """Returns `plan` divided among trainer ranks for all engines of a run, as `slimx.orchestration.publications`
     does."""
     receivers: list[int] = []
     for group in groups:
         per_engine = plan.targets if on_gpus and plan.targets > 1 else group.nodes
         receivers += [per_engine] * group.count
-    copies, edges = copies_of(plan, receivers)
-    return DealtPlan(deal(plan, engines=copies), receivers, edges)
+    spread = spread_of(plan, receivers, staggered=staggered)
+    return DealtPlan(spread.deal(plan), receivers, spread.edges)
 
 
-def _traffic(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
+def _traffic(compiled: CompiledPublication, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> Traffic:
     """Returns the traffic of a publication to all engines: its numbers of bytes and messages. If weights are sent with
     Hugging Face names, engine groups may differ in size, so ranks are summed over all engines."""
-    engines = 0
-    engine_ranks = 0
-    for group in groups:
-        engines += group.count
-        engine_ranks += group.count * group.sizes.world
-    if published.encoding == "local":
-        return direct_traffic(published.plan, sources=sizes.world, engines=engines)
-    traffic = traffic_of(
-        published.plan,
-        sources=sizes.world,
-        engines=engines,
-        engine_ranks=groups[0].sizes.world,
-        encoding=published.encoding,
-    )
+    published = compiled.published
+    engines = sum(group.count for group in groups)
+    engine_ranks = sum(group.count * group.sizes.world for group in groups)
+    if compiled.dealt is not None:
+        traffic = direct_traffic(compiled.dealt.plan, sources=sizes.world)
+        traffic = replace(traffic, readers=max(1, engine_ranks // compiled.dealt.plan.targets))
+    elif published.encoding == "local":
+        dealt = spread_of(published.plan, [1] * engines, staggered=True).deal(published.plan)
+        return direct_traffic(dealt, sources=sizes.world)
+    else:
+        traffic = traffic_of(
+            published.plan,
+            sources=sizes.world,
+            engines=engines,
+            engine_ranks=groups[0].sizes.world,
+            encoding=published.encoding,
+        )
     return replace(traffic, engine_ranks=engine_ranks)
 
 
@@ -170,6 +174,7 @@ def publication_figures(
         kept_bytes=memory.kept,
         received_bytes=memory.received,
         staged_bytes=memory.staged,
+        registered_bytes=memory.registered,
         plan_bytes=len(plan.to_bytes()),
         compile_seconds=compiled.seconds,
     )
@@ -184,6 +189,7 @@ class _PublicationMemory(NamedTuple):
     landing: int = 0
     kept: int = 0
     received: int = 0
+    registered: int = 0
 
 
 def _publication_memory(
@@ -197,8 +203,9 @@ def _publication_memory(
         dealt = compiled.dealt
         direct = direct_memory(dealt.plan, ranks=sizes.world, edges=dealt.edges, delta=publish.delta is not None)
         if compiled.on_gpus:  # a bucket is assembled from received bytes, and the server stages a copy of it
-            staged = CONTEXT + direct.landing + 2 * _largest_part(plan)
-            return _PublicationMemory(direct.ring, staged, 0, direct.kept, direct.received)
+            part = _largest_part(plan)
+            registered = CONTEXT + direct.landing + part
+            return _PublicationMemory(direct.ring, part, registered=registered)
         machines = 1
         if plan.targets > 1:
             machines = min(group.nodes for group in groups)
@@ -237,14 +244,20 @@ def _largest_part(plan: Plan) -> int:
     return largest
 
 
-def predictions(published: PublicationPlan, sizes: Sizes, groups: tuple[PlannedGroup, ...]) -> tuple[Prediction, ...]:
-    """Returns the predicted duration of the publication on every cluster that the link model describes."""
-    traffic = _traffic(published, sizes, groups)
-    return tuple(_prediction(traffic, links) for links in (h100_infiniband(), gb300_nvlink()))
+def predictions(
+    compiled: CompiledPublication, publish: Publish, sizes: Sizes, groups: tuple[PlannedGroup, ...], loaded: int
+) -> tuple[Prediction, ...]:
+    """Returns the predicted duration of the publication on every cluster that the link model describes, from GPU to
+    GPU. `loaded`: bytes of weights on the fullest engine rank."""
+    traffic = replace(_traffic(compiled, sizes, groups), loaded=loaded)
+    return tuple(_prediction(traffic, links, publish) for links in (h100_infiniband(), gb300_nvlink()))
 
 
-def _prediction(traffic: Traffic, links: Links) -> Prediction:
+def _prediction(traffic: Traffic, links: Links, publish: Publish) -> Prediction:
+    # With nixl, a receiver assembles the bucket from the ranks' bytes, and the server copies it.
+    copies = {"nixl": 2, "cuda_ipc": 1}.get(publish.transport, 0)
     try:
-        return Prediction(links=links.name, stages=predict(traffic, links))
+        stages = predict(traffic, links, by_bucket=publish.staging == "bucket", copies=copies)
+        return Prediction(links=links.name, stages=stages)
     except SlimxError as error:
         return Prediction(links=links.name, stages=None, refusal=str(error))

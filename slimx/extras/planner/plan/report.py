@@ -28,7 +28,12 @@ from slimx.extras.planner.memory.publication import MergingBytes, merging_memory
 from slimx.extras.planner.memory.trainer import trainer_memory
 from slimx.extras.planner.memory_record import EngineMemory, TrainerMemory
 from slimx.extras.planner.plan.activation_strategies import without_refused_offloads
-from slimx.extras.planner.plan.publication import compile_publication, publication_figures, publication_links
+from slimx.extras.planner.plan.publication import (
+    CompiledPublication,
+    compile_publication,
+    publication_figures,
+    publication_links,
+)
 from slimx.extras.planner.plan.rank_map import rank_map
 from slimx.extras.planner.record import PlannedGroup, PlanReport, PublicationFigures, RankMap
 from slimx.extras.planner.rules.machine import (
@@ -56,12 +61,19 @@ class Planned:
     """Report with the inputs for predicting the duration of the publication and for searching for layouts."""
 
     report: PlanReport
-    published: PublicationPlan | None
+    compiled: CompiledPublication | None
     """Compiled publication; None if the run has no engines or the compiler rejects it."""
     spec: ModelSpec
     machine: Machine
     problems: tuple[SlimxError, ...]
     """Errors whose messages are the report's violations."""
+
+    @property
+    def published(self) -> PublicationPlan | None:
+        """Plan of the publication to one engine; None without a compiled publication."""
+        if self.compiled is None:
+            return None
+        return self.compiled.published
 
 
 def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *, first: int = 0) -> Planned:
@@ -100,14 +112,17 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
     merging = merging_memory(config, spec, sizes, compiled.packed if compiled is not None else None)
     figures = None
     packed = 0
+    registered = 0
     if compiled is not None:
         figures = publication_figures(config.publish, transport, compiled, sizes, report.engines, merging.published)
         if device == "cuda":
             packed = figures.publisher_bytes
-            if not compiled.on_gpus:
+            if compiled.dealt is not None and compiled.on_gpus:
+                packed, registered = 0, packed
+            elif not compiled.on_gpus:
                 packed = packed_on_gpu(compiled.packed, ranks=sizes.world)
     critic = None if config.critic is None else (facts["critic_spec"], facts["critic_sizes"])
-    fields = _of_layout(config, spec, sizes, critic, device, machine, figures, packed, merging, places)
+    fields = _of_layout(config, spec, sizes, critic, device, machine, figures, packed, registered, merging, places)
     measured = {key: fields[key] for key in ("trainer_memory", "engine_memory", "phases", "host")}
     single = all(policy.shares is not None for policy in facts["policies"].values())
     later_problems = broken(_rules(single), facts | {"places": places} | measured, before=facts)
@@ -121,9 +136,7 @@ def plan_report(config: Config, policies: Mapping[str, Policy] | None = None, *,
         "refits": any(problem.code in OF_LAYOUT for problem in later_problems),
         "warnings": _warnings(config, spec, machine, device, fields, runs=not problems, single=single),
     }
-    return Planned(
-        report.model_copy(update=fields), compiled.published if compiled else None, spec, machine, tuple(problems)
-    )
+    return Planned(report.model_copy(update=fields), compiled, spec, machine, tuple(problems))
 
 
 def _rules(single: bool) -> tuple[Rule, ...]:
@@ -195,11 +208,13 @@ def _of_layout(
     machine: Machine,
     figures: PublicationFigures | None,
     packed: int,
+    registered: int,
     merging: MergingBytes,
     places: RankMap,
 ) -> dict[str, Any]:
     """Returns the fields of the report that depend on the trainer's layout. `critic`: the critic's model and sizes;
-    None if there is no critic. `packed`: bytes of buckets on a trainer's GPU."""
+    None if there is no critic. `packed`: bytes of buckets on a trainer's GPU during publications; `registered`: bytes
+    of buckets that stay there."""
     trainers = trainer_memory(
         config,
         spec,
@@ -207,6 +222,7 @@ def _of_layout(
         device,
         publication=packed + merging.work,
         merging=merging.published + merging.exported,
+        registered=registered,
     )
     critics: tuple[TrainerMemory, ...] = ()
     if critic is not None:
@@ -259,8 +275,10 @@ def _engine_records(
 ) -> tuple[EngineMemory, ...]:
     """Returns the memory of the engines that slimx starts for the policy, one record per group."""
     staged = 0
+    registered = 0
     if figures is not None:
         staged = figures.staged_bytes
+        registered = figures.registered_bytes
     occupied = 0
     if config.schedule.colocate:
         occupied = max(record.away for record in trainers)
@@ -268,7 +286,9 @@ def _engine_records(
     for group in config.served.policy:
         if not group.borrowed:
             shared = 0 if group in config.served.evaluation else occupied
-            out.append(engine_memory(config, spec, group, machine, staged=staged, occupied=shared))
+            out.append(
+                engine_memory(config, spec, group, machine, staged=staged, registered=registered, occupied=shared)
+            )
     return tuple(out)
 
 

@@ -282,8 +282,11 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
         memory = "of each trainer rank's GPU" if figures.on_gpus else "of trainer rank 0's host"
         yield (
             f"  memory    {_size(figures.publisher_bytes)} {memory} for buckets, "
-            f"at most {_size(figures.staged_bytes)} of an engine rank's GPU (publish.transport {figures.transport})"
+            f"at most {_size(figures.staged_bytes + figures.registered_bytes)} of an engine rank's GPU "
+            f"(publish.transport {figures.transport})"
         )
+        if figures.registered_bytes:
+            yield f"            of the latter {_size(figures.registered_bytes)} in all phases: registered once per run"
         if figures.kept_bytes:
             yield (
                 f"  changes   {_size(figures.kept_bytes)} more of trainer rank 0's host, "
@@ -295,19 +298,16 @@ def _publication(figures: PublicationFigures, device: str) -> Iterator[str]:
     )
 
 
-def describe_predictions(predicted: Predicted) -> list[str]:
-    """Returns the lines about the predictions or, if the link model is inaccurate for this machine, one line that says
-    why they are not shown."""
+def describe_predictions(predicted: Predicted, *, on_gpus: bool) -> list[str]:
+    """Returns the lines about the predictions, or one line if the link model is inaccurate for this machine."""
     off = f"the prediction deviates by {predicted.model_off_here:+.0%} on this machine"
     if not predicted.shown:
         return [f"predicted   not shown: {off}"]
     lines = [f"predicted   by the link model, not measured; {off}"]
     for prediction in predicted.publications or ():
         lines.append(f"  {prediction.links}: {_stages(prediction.stages) if prediction.stages else prediction.refusal}")
-    return [
-        *lines,
-        "  if every trainer rank sends to every engine rank, device to device, with the bytes divided as in the run",
-    ]
+    like = "as in" if on_gpus else "but through host memory in"
+    return [*lines, f"  from device to device, {like} this run; bytes divided among trainer ranks as in the run"]
 
 
 def describe_suggestions(report: PlanReport) -> list[str]:
