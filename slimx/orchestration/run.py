@@ -220,7 +220,7 @@ class Run:
             batch = await self.watched(self.unless_leaving(self.rollouts.next_batch()))
         if batch is None:
             await self.leave()
-        self.records.keep(self.current, self.version, batch)
+        self.records.keep(self.current, self.version, batch, self.maker)
         return batch
 
     def updates(self, groups: Sequence[Group]) -> StepRows:

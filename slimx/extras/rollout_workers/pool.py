@@ -16,8 +16,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from slimx.cluster.restarts import Restart
 from slimx.cluster.starting import start_deadline
+from slimx.cluster.waiting import gather
 from slimx.config.sections.eval import Eval
 from slimx.data.records import Prompt
 from slimx.data.saved.codec import encode
@@ -113,6 +117,19 @@ class WorkerPool(GroupMaker):
         await super().begin(policy, version)
         await asyncio.gather(*(member.insist("follow", "the version", self._state()) for member in self.members))
 
+    async def aside[T](self, function: Callable[..., T], *arguments: object) -> T:
+        """Calls `function` in another process of this machine, so that the columns that it reads do not pass through
+        the driver."""
+        node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        found: list[T] = await gather(
+            [_call.options(scheduling_strategy=node).remote(function, arguments)],
+            what=f"the call of {function.__name__}",
+            holders=["a process that reads groups"],
+            deadline_s=self.config.schedule.step_deadline,
+            logs=[self.members[0].log],
+        )
+        return found[0]
+
     async def collect(self) -> None:
         await asyncio.gather(*(member.collect() for member in self.members))
 
@@ -150,6 +167,11 @@ class WorkerPool(GroupMaker):
                 return await member.perform(job, progress)
             except Lost:
                 continue
+
+
+@ray.remote(num_cpus=0)
+def _call(function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
+    return function(*arguments)
 
 
 class PoolGate(Gate):

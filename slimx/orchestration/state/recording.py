@@ -29,6 +29,7 @@ from slimx.observability.tracking.metrics import Signal
 from slimx.observability.tracking.phases import Phase, Timeline
 from slimx.observability.tracking.samples import RecordedSample
 from slimx.observability.tracking.tracker import Tracker, make_tracker
+from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.runtime.tasks import in_thread
 
@@ -173,11 +174,12 @@ class Records:
         group."""
         self.drops.write({"step": step, **asdict(dropped)})
 
-    def keep(self, step: int, version: int, batch: Batch) -> None:
+    def keep(self, step: int, version: int, batch: Batch, maker: GroupMaker) -> None:
         """Starts saving the groups of `step` before they are trained on, so that they can be inspected and replayed if
-        training fails. `version`: version of the weights with which the trainers start the step."""
+        training fails. `version`: version of the weights with which the trainers start the step. `maker`: source of the
+        groups."""
         if self.rollouts is not None and self.rollouts.due(step):
-            self._save(in_thread(self.rollouts.write, step, version, batch.groups, batch.dropped))
+            self._save(maker.aside(self.rollouts.write, step, version, batch.groups, batch.dropped))
 
     def keeps(self, step: int) -> bool:
         """Returns True if the groups of `step` are saved."""

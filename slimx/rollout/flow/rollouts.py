@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -56,6 +56,7 @@ from slimx.rollout.hooks import (
 )
 from slimx.rollout.policy import PolicyClient
 from slimx.runtime.clocks import Clock
+from slimx.runtime.tasks import in_thread
 
 if TYPE_CHECKING:
     pass
@@ -141,9 +142,12 @@ class GroupMaker:
         """Must be awaited before engines of `policy` may receive the weights of `version`."""
         self.begun[policy] = version
 
+    async def aside[T](self, function: Callable[..., T], *arguments: object) -> T:
+        """Calls `function`, which reads whole groups, outside of the event loop, and returns its result."""
+        return await in_thread(function, *arguments)
+
     async def collect(self) -> None:
-        """Brings the progress objects of all groups in progress up to date; does nothing, because `make` updates
-        them."""
+        """Brings the progress objects of all groups in progress up to date, if other processes generate them."""
 
     async def make(
         self,
