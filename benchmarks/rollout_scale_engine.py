@@ -1,0 +1,143 @@
+"""Engines of benchmarks/rollout_scale.py: processes that answer SGLang's /generate at an exact rate, without a model.
+
+    python benchmarks/rollout_scale_engine.py --port 0 --slots 128 --seconds 1.28
+
+All engines share one port (SO_REUSEPORT), so the clients need no router; the kernel deals connections out to them. The
+first line of a process's output is a JSON object with the shared port and one of its own, at which GET /done returns
+the number of its answers. A process ends when its standard input closes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import heapq
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+FIRST = 1000
+"""Smallest token id of an answer: ids are as large as those of real vocabularies, because Python shares small
+integers."""
+
+
+def answer_of(tokens: int) -> tuple[str, str]:
+    """Returns the parts of the JSON object that SGLang returns for an answer of `tokens` tokens, before and after the
+    number of prompt tokens."""
+    ids = [FIRST + (7 * number) % 90 for number in range(tokens)]
+    meta = {
+        "id": "6f1d0f3cb7d94c0e8a55c8d9b2a1e0f4",
+        "finish_reason": {"type": "stop", "matched": ids[-1]},
+        "weight_version": "0",
+        "total_retractions": 0,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-0.0123456 - number % 97 / 31, id_, None] for number, id_ in enumerate(ids)],
+        "completion_tokens": tokens,
+        "cached_tokens": 0,
+        "e2e_latency": 1.2803151607513428,
+    }
+    text = json.dumps({"text": "." * tokens, "output_ids": ids, "meta_info": meta})
+    return text[:-2] + ', "prompt_tokens": ', "}}"
+
+
+class TimedEngine:
+    """A server that samples `slots` requests concurrently, each for `seconds`; the others wait in order. The end of a
+    request is computed on arrival, so the rate is slots / seconds even if the server is woken late."""
+
+    def __init__(self, slots: int, seconds: float):
+        self._seconds = seconds
+        self._free = [0.0] * slots
+        """Times at which the slots become free."""
+        self._answers: dict[int, tuple[str, str]] = {}
+        self.done = 0
+        """Number of answers."""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        """Returns an answer of `max_new_tokens` tokens once a slot has sampled it."""
+        loop = asyncio.get_running_loop()
+        body = await request.json()
+        ends = max(loop.time(), heapq.heappop(self._free)) + self._seconds
+        heapq.heappush(self._free, ends)
+        tokens = body["sampling_params"]["max_new_tokens"]
+        if tokens not in self._answers:
+            self._answers[tokens] = answer_of(tokens)
+        before, after = self._answers[tokens]
+        await asyncio.sleep(ends - loop.time())
+        self.done += 1
+        return web.Response(text=f"{before}{len(body['input_ids'])}{after}", content_type="application/json")
+
+    async def count(self, _: web.Request) -> web.Response:
+        """Returns the number of answers."""
+        return web.Response(text=str(self.done))
+
+    async def serve(self, port: int) -> None:
+        """Serves at the shared port and at one of its own until standard input closes."""
+        shared, own = web.Application(client_max_size=2**26), web.Application()
+        shared.router.add_post("/generate", self.generate)
+        own.router.add_get("/done", self.count)
+        runners = [web.AppRunner(app, access_log=None, shutdown_timeout=0.1) for app in (shared, own)]
+        for runner, at in zip(runners, (port, 0), strict=True):
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", at, backlog=4096, reuse_port=runner is runners[0]).start()
+        ports = [runner.addresses[0][1] for runner in runners]
+        print(json.dumps({"shared": ports[0], "own": ports[1]}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        for runner in runners:
+            await runner.cleanup()
+
+
+class EnginePool:
+    """Running engine processes."""
+
+    def __init__(self, url: str, own: Sequence[int], pids: Sequence[int]):
+        self.url = url
+        self.pids = set(pids)
+        self._own = own
+
+    def done(self) -> int:
+        """Returns the number of answers of all engines so far."""
+        total = 0
+        for port in self._own:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/done", timeout=60) as response:
+                total += int(response.read())
+        return total
+
+
+@contextmanager
+def engine_processes(count: int, slots: int, seconds: float) -> Iterator[EnginePool]:
+    """Runs `count` engines inside the block, each with `slots` slots; yields them."""
+    with ExitStack() as stack:
+        port = 0
+        own: list[int] = []
+        pids: list[int] = []
+        for _ in range(count):
+            words = ["--port", str(port), "--slots", str(slots), "--seconds", str(seconds)]
+            process = subprocess.Popen(
+                [sys.executable, Path(__file__), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            stack.enter_context(process)  # closes its standard input and waits for its end
+            assert process.stdout is not None
+            ports = json.loads(process.stdout.readline())
+            port = ports["shared"]
+            own.append(ports["own"])
+            pids.append(process.pid)
+        yield EnginePool(f"http://127.0.0.1:{port}", own, pids)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="an engine of an exact rate")
+    parser.add_argument("--port", type=int, default=0, help="shared port; 0: any free one")
+    parser.add_argument("--slots", type=int, required=True, help="concurrent requests")
+    parser.add_argument("--seconds", type=float, required=True, help="duration of a request")
+    arguments = parser.parse_args()
+    asyncio.run(TimedEngine(arguments.slots, arguments.seconds).serve(arguments.port))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
