@@ -1,21 +1,22 @@
 """CPU time of rollouts on Ray's workers, of the driver and of Ray itself, against a plain pool of aiohttp actors.
 
-    python benchmarks/rollout_scale.py [--only scale shapes waiting] [--workers 1 2 4 8] [--sides slimx plain]
-                                       [--steps 3] [--json FILE]
+    python benchmarks/rollout_scale.py [--only scale shared shapes waiting] [--workers 1 2 4 8]
+                                       [--sides slimx plain] [--steps 3] [--json FILE]
 
-scale    CPU time per request and per sampled token with 1, 2, 4, 8 workers: of the workers, of the driver, and of
-         Ray's own processes. efficiency: CPU time per request of one worker, of all processes but the engines, divided
-         by that of several
-shapes   the same with other numbers of turns and other lengths of answers, by one worker; the cost of a rollout, a
-         request and a token that follow from it; and the load that slimx.extras.rollout_workers.load predicts
+scale    CPU time per request and per sampled token with 1, 2, 4, 8 workers, each with `--rate` requests a second: of
+         the workers, of the driver, and of Ray's own processes. efficiency: CPU time per request of one worker, of all
+         processes but the engines, divided by that of several
+shared   the same if they share the work of the largest number: each wakes up for fewer answers at once
+shapes   other numbers of turns and other lengths of answers, by one worker at about half a core, and the load that
+         slimx.extras.rollout_workers.load predicts for them
 waiting  `--count` rollouts in flight, most of which wait for a tool: the same figures, and memory
 
-Each rollout sends a request to an engine, waits for a tool, and repeats; then two rewards are computed. Engines are
-processes that answer at an exact rate over loopback (rollout_scale_engine.py), Ray is real, and the slimx side records
+Each rollout sends a request to an engine, waits for a tool, and repeats; then two rewards are computed. The engine is a
+process that answers at an exact rate over loopback (rollout_scale_engine.py), Ray is real, and the slimx side records
 what a run records: saved rollouts, metrics, samples. The plain side returns the same columns to the driver as NumPy
 arrays, and records nothing (rollout_scale_sides.py).
 
-CPU time is user and system time of the processes, so the figures hold on a busy machine. Engines are not part of it.
+CPU time is user and system time of the processes, so the figures hold on a busy machine. The engine is no part of it.
 A step is measured from one batch to the next while the next rollouts are in flight."""
 
 from __future__ import annotations
@@ -40,16 +41,74 @@ from rollout_scale_cpu import Usage, measure, memory_of
 from rollout_scale_engine import EnginePool, engine_processes
 from rollout_scale_job import Job
 from rollout_scale_sides import GROUP, SIDES, Setting, make_config
-from rollout_scale_table import describe_scale, describe_shapes, describe_waiting
+from rollout_scale_table import describe
 
 from slimx.cluster.connection import start_ray, stop_ray
 from slimx.errors import SlimxError
 from slimx.orchestration.lifetime.garbage import frozen_heap
 
-SHAPES = ((1, 64), (1, 1024), (4, 64), (20, 64))
+PARTS = ("scale", "shared", "shapes", "waiting")
+SHAPES = ((1, 64), (1, 1024), (4, 64), (4, 512), (20, 64))
 """Turns, and tokens of an answer, of the shapes part."""
+SHAPES_LOAD = 4
+"""Times the requests per worker of the scale part that the one worker of the shapes part has: about half a core."""
+SLOTS = 32
+"""Concurrent requests of the engines per worker."""
 IDLE_S = 3.0
 """Seconds over which the CPU time of Ray without work is measured."""
+
+
+class Stand:
+    """What all measurements of one call share."""
+
+    def __init__(self, root: Path, arguments: argparse.Namespace):
+        self.root = root
+        self.arguments = arguments
+        self.job = Job(turns=arguments.turns, answer=arguments.answer, wait=arguments.wait)
+        self._number = 0
+
+    def setting(self, workers: int, times: int, job: Job | None = None) -> Setting:
+        """Returns a setting for `workers` workers with the work of `times` workers."""
+        self._number += 1
+        directory = self.root / str(self._number)
+        directory.mkdir()
+        groups = self.arguments.groups * times
+        return Setting(
+            job=job or self.job,
+            url="",
+            waiting=2 * GROUP * groups,
+            per_step=groups,
+            workers=workers,
+            requests=2 * SLOTS * times,
+            directory=directory,
+        )
+
+    def settings(self, part: str) -> Iterator[tuple[str, Setting, float]]:
+        """Yields the measurements of a part: side, setting, and requests a second of the engines."""
+        numbers, rate = self.arguments.workers, self.arguments.rate
+        most = max(numbers)
+        for side in self.arguments.sides:
+            if part == "scale":
+                for workers in numbers:
+                    yield side, self.setting(workers, workers), rate * workers
+            elif part == "shared":
+                for workers in numbers:
+                    yield side, self.setting(workers, most), rate * most
+            elif part == "shapes":
+                for turns, answer in SHAPES:
+                    job = replace(self.job, turns=turns, answer=answer)
+                    yield side, self.setting(1, SHAPES_LOAD, job), rate * SHAPES_LOAD
+            else:
+                waits = self.arguments.count / (rate * most)
+                waiting = self.setting(most, most, replace(self.job, wait=waits))
+                yield side, replace(waiting, waiting=self.arguments.count), rate * most
+
+    async def run(self, side: str, setting: Setting, rate: float) -> dict[str, Any]:
+        """Returns the figures of a measurement."""
+        slots = setting.requests // 2
+        with engine_processes(1, slots, slots / rate) as engines:
+            setting = replace(setting, url=engines.url)
+            return await run_side(side, setting, engines, self.arguments.steps, self.arguments.warmup)
 
 
 async def run_side(side: str, setting: Setting, engines: EnginePool, steps: int, warmup: int) -> dict[str, Any]:
@@ -75,6 +134,7 @@ def row_of(side: str, setting: Setting, spent: Usage, rollouts: int, steps: int,
     return {
         "side": side,
         "workers": setting.workers,
+        "waiting": setting.waiting,
         "turns": job.turns,
         "answer": job.answer,
         "sent": job.sent,
@@ -94,18 +154,17 @@ def row_of(side: str, setting: Setting, spent: Usage, rollouts: int, steps: int,
     }
 
 
-async def idle(engines: EnginePool) -> float:
+async def idle() -> float:
     """Returns the share of a core that Ray's processes use without work."""
-    before = measure(engines.pids, 0, "none")
+    before = measure((), 0, "none")
     await asyncio.sleep(IDLE_S)
-    return measure(engines.pids, 0, "none").since(before).ray / IDLE_S
+    return measure((), 0, "none").since(before).ray / IDLE_S
 
 
 @contextmanager
-def cluster(root: Path, setting: Setting) -> Iterator[None]:
+def cluster(stand: Stand) -> Iterator[None]:
     """Starts Ray inside the block."""
-    (root / "ray").mkdir()
-    start_ray(make_config(replace(setting, directory=root / "ray")), "cpu", trainers=False)
+    start_ray(make_config(stand.setting(1, 1)), "cpu", trainers=False)
     try:
         yield
     finally:
@@ -114,68 +173,34 @@ def cluster(root: Path, setting: Setting) -> Iterator[None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="rollouts on workers")
-    parts = ("scale", "shapes", "waiting")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--sides", nargs="+", choices=tuple(SIDES), default=tuple(SIDES))
     parser.add_argument("--workers", type=positive, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--steps", type=positive, default=3, help="steps that are measured")
     parser.add_argument("--warmup", type=positive, default=2, help="steps before them")
-    parser.add_argument("--groups", type=positive, default=32, help=f"groups of {GROUP} rollouts in a step")
+    parser.add_argument("--groups", type=positive, default=8, help=f"groups of {GROUP} rollouts in a step, per worker")
     parser.add_argument("--turns", type=positive, default=4, help="requests of a rollout")
     parser.add_argument("--answer", type=positive, default=64, help="tokens of an answer")
     parser.add_argument("--wait", type=positive_float, default=1.0, help="mean seconds of a tool")
-    parser.add_argument("--rate", type=positive_float, default=200.0, help="requests a second of all engines")
-    parser.add_argument("--engines", type=positive, default=2, help="processes of engines")
+    parser.add_argument(
+        "--rate", type=positive_float, default=40.0, help="requests a second of the engines, per worker"
+    )
     parser.add_argument("--count", type=positive, default=20_000, help="waiting: rollouts in flight")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     found: dict[str, Any] = {}
-    slots = 64
     with tempfile.TemporaryDirectory(prefix="slimx-benchmark-") as directory:
-        root = Path(directory)
-        job = Job(turns=arguments.turns, answer=arguments.answer, wait=arguments.wait)
-        seconds = slots * arguments.engines / arguments.rate
-        with engine_processes(arguments.engines, slots, seconds) as engines:
-            base = Setting(
-                job=job,
-                url=engines.url,
-                waiting=2 * GROUP * arguments.groups,
-                per_step=arguments.groups,
-                workers=1,
-                requests=2 * slots * arguments.engines,
-                directory=root,
-            )
-
-            def take(part: str, side: str, setting: Setting) -> None:
-                setting.directory.mkdir()
-                row = asyncio.run(run_side(side, setting, engines, arguments.steps, arguments.warmup))
-                found.setdefault(part, []).append(row)
-                print(part, json.dumps(row), file=sys.stderr, flush=True)
-
-            def at(name: str) -> Path:
-                return root / f"{name}-{sum(len(rows) for rows in found.values() if isinstance(rows, list))}"
-
-            with cluster(root, base):
-                found["idle"] = asyncio.run(idle(engines))
-                if "scale" in arguments.only:
-                    for workers in arguments.workers:
-                        for side in arguments.sides:
-                            take("scale", side, replace(base, workers=workers, directory=at("scale")))
-                    print(describe_scale(found["scale"], found["idle"]), end="\n\n")
-                if "shapes" in arguments.only:
-                    for turns, answer in SHAPES:
-                        shape = replace(job, turns=turns, answer=answer)
-                        for side in arguments.sides:
-                            take("shapes", side, replace(base, job=shape, directory=at("shapes")))
-                    print(describe_shapes(found["shapes"]), end="\n\n")
-                if "waiting" in arguments.only:
-                    waits = arguments.count / arguments.rate
-                    for side in arguments.sides:
-                        many = replace(base, job=replace(job, wait=waits), waiting=arguments.count)
-                        many = replace(many, workers=max(arguments.workers), directory=at("waiting"))
-                        take("waiting", side, many)
-                    print(describe_waiting(found["waiting"], arguments.count), end="\n\n")
+        stand = Stand(Path(directory), arguments)
+        with cluster(stand):
+            found["idle"] = asyncio.run(idle())
+            for part in arguments.only:
+                found[part] = []
+                for side, setting, rate in stand.settings(part):
+                    row = asyncio.run(stand.run(side, setting, rate))
+                    print(part, json.dumps(row), file=sys.stderr, flush=True)
+                    found[part].append(row)
+                print(describe(part, found[part], found["idle"]), end="\n\n")
     where = f"{surroundings('slimx', 'aiohttp', 'ray', 'numpy')}; load {os.getloadavg()[0]:.0f}"
     print(where)
     if arguments.json:

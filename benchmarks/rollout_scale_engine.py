@@ -53,6 +53,9 @@ class TimedEngine:
         self._seconds = seconds
         self._free = [0.0] * slots
         """Times at which the slots become free."""
+        self._first = slots
+        """Number of slots that have sampled nothing yet. They start in the middle of a request, each at another place,
+        so that answers do not come in bursts."""
         self._answers: dict[int, tuple[str, str]] = {}
         self.done = 0
         """Number of answers."""
@@ -61,7 +64,11 @@ class TimedEngine:
         """Returns an answer of `max_new_tokens` tokens once a slot has sampled it."""
         loop = asyncio.get_running_loop()
         body = await request.json()
-        ends = max(loop.time(), heapq.heappop(self._free)) + self._seconds
+        seconds = self._seconds
+        if self._first:
+            seconds *= self._first / len(self._free)
+            self._first -= 1
+        ends = max(loop.time(), heapq.heappop(self._free)) + seconds
         heapq.heappush(self._free, ends)
         tokens = body["sampling_params"]["max_new_tokens"]
         if tokens not in self._answers:

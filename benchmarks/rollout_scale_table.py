@@ -10,10 +10,19 @@ import numpy as np
 Row = dict[str, Any]
 
 
-def describe_scale(rows: Sequence[Row], idle: float) -> str:
-    """Returns a row for each side and number of workers. `idle`: share of a core that Ray uses without work."""
+def describe(part: str, rows: Sequence[Row], idle: float) -> str:
+    """Returns the table of a part. `idle`: share of a core that Ray uses without work."""
+    if part == "shapes":
+        return describe_shapes(rows)
+    if part == "waiting":
+        return describe_waiting(rows)
+    return describe_scale(part, rows, idle)
+
+
+def describe_scale(part: str, rows: Sequence[Row], idle: float) -> str:
+    """Returns a row for each side and number of workers."""
     lines = [
-        f"CPU of rollouts with {rows[0]['turns']} turns of {rows[0]['answer']} tokens",
+        f"{part}: CPU of rollouts with {rows[0]['turns']} turns of {rows[0]['answer']} tokens",
         f"{'side':<7}{'workers':>8}{'ms a request:':>15}{'worker':>8}{'driver':>8}{'Ray':>7}{'us/token':>10}"
         f"{'driver ms/rollout':>19}{'efficiency':>12}{'MB/step to driver':>19}{'objects':>9}{'MB':>7}",
     ]
@@ -63,9 +72,9 @@ def fits(rows: Sequence[Row]) -> list[str]:
     return out
 
 
-def describe_waiting(rows: Sequence[Row], count: int) -> str:
-    """Returns a row for each side with `count` rollouts in flight."""
-    lines = [f"{count:,} rollouts in flight"]
+def describe_waiting(rows: Sequence[Row]) -> str:
+    """Returns a row for each side."""
+    lines = [f"{rows[0]['waiting']:,} rollouts in flight"]
     for row in rows:
         ms = row["ms_request"]
         lines.append(
