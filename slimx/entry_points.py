@@ -34,6 +34,7 @@
     slimx.reports             writers of reports about finished runs
     slimx.rewards             reward hooks by name: `reward.function`
     slimx.roles               further tasks of a trainer rank, such as training the critic
+    slimx.rollout_workers     rollout workers: a `GroupMaker`, named `pool`, and the function `count` of their number
     slimx.roundings           rounding of matrix products' inputs in training: `trainer.fp8`, `trainer.qat`
     slimx.rules               modules with rules that a configuration is checked against
     slimx.sections            further sections of the configuration

@@ -7,6 +7,7 @@ Ray's services listen on every network interface; a token keeps other clients ou
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 
@@ -14,7 +15,7 @@ import ray
 
 from slimx.adapters.ray import SearchPath, be_silent, without_unused
 from slimx.cluster.access import SYSTEM_CONFIG, local_options
-from slimx.cluster.starting import trained_ranks
+from slimx.cluster.starting import trained_ranks, worker_count
 from slimx.config.schema import Config
 from slimx.errors import PartLost, SlimxError, one_line
 
@@ -47,6 +48,9 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         ranks += policy_ranks
         engines += policy_engines
         cpus += policy_cpus
+    workers = worker_count(config)
+    if workers > 1:
+        cpus += math.ceil(workers * config.rollout.worker_resources.cpus)
     try:
         if config.cluster.ray_address:
             ray.init(

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slimx import entry_points
 from slimx.config.schema import Config
 from slimx.errors import counted, duration
 
@@ -57,6 +58,16 @@ def trained_ranks(config: Config) -> int:
     if config.critic is not None and config.critic.placement == "own":
         ranks += config.as_critic().trainer.world_size
     return ranks
+
+
+def worker_count(config: Config) -> int:
+    """Returns the number of processes that generate rollouts (`rollout.workers`); 1: only the driver."""
+    workers = config.rollout.workers
+    if not config.served.policy:
+        return 1
+    if workers == "auto":
+        return entry_points.load("slimx.rollout_workers", "count")(config) if config.cluster.ray_address else 1
+    return workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class EnginePublications(Publications):
     async def _deliver(self, step: int) -> Publication:
         """Publishes the weights of step `step`, and retries until at least one engine has received and verified
         them."""
-        self._maker.begun[self.policy] = step
+        await self._maker.begin(self.policy, step)
         while True:
             if self.config.schedule.colocate:
                 await self._seat()

@@ -13,9 +13,11 @@ from slimx.config.section import (
     Faults,
     Options,
     PathText,
+    Positive,
     Seconds,
     Section,
     Share,
+    Size,
     TopP,
     Weight,
 )
@@ -174,6 +176,19 @@ class Proxy(Section):
             )
 
 
+class WorkerResources(Section):
+    """Needs of a rollout worker."""
+
+    cpus: Positive = 1.0
+    """CPU cores that Ray reserves for each worker."""
+    gpus: Weight = 0.0
+    """GPUs that Ray reserves for each worker, for hooks that compute on them."""
+    memory: Positive | None = None
+    """Memory in GiB that Ray reserves for each worker. A worker that uses more is restarted. null: no limit."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes on which workers run, by key (`ray start --labels`); empty: any node."""
+
+
 class Rollout(Section):
     prompts: PathText | None = None
     """File of prompts (JSONL, JSON, CSV, TSV, parquet, Arrow), directory of such files, or hf://OWNER/NAME
@@ -244,6 +259,13 @@ class Rollout(Section):
     """Number of rollouts that an engine scores again to measure its log-prob gap to the trainers, if all tokens of a
     step were sampled with older weight versions; rounded up to one per data-parallel rank. 0: none."""
     health: Health = Health()
+    workers: Size | Literal["auto"] = "auto"
+    """Number of processes that generate rollouts, with hooks, tools, agents' servers and rewards. 1: the driver alone.
+    More: Ray actors, spread over the nodes. auto: 1 without cluster.ray_address, else as many as the run needs."""
+    worker_resources: WorkerResources = WorkerResources()
+    worker_deadline: Seconds = 120
+    """Seconds for which a rollout worker may be blocked, for example by a hook that calls time.sleep. Later it is
+    restarted, and its unfinished rollouts continue."""
 
     @property
     def longest(self) -> int:

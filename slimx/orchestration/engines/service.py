@@ -22,6 +22,7 @@ from slimx import entry_points
 from slimx.cluster.connection import device_of
 from slimx.cluster.place import Placement, place_among, place_of
 from slimx.cluster.restarts import Restart
+from slimx.cluster.starting import worker_count
 from slimx.cluster.waiting import gather
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
@@ -34,9 +35,9 @@ from slimx.errors import SlimxError
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.lifetime import stopping
 from slimx.orchestration.ranks.group import RankGroup
-from slimx.orchestration.start.prepare import Sources
+from slimx.orchestration.start.prepare import ServedPolicy, Sources
 from slimx.reshard.packed import PUBLISHER
-from slimx.rollout.client.generation import GenerationClient, ModelShape
+from slimx.rollout.client.generation import Endpoint, GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient, Score
 from slimx.rollout.hooks import AgentServer
@@ -140,6 +141,8 @@ class EngineService:
         self.clients: dict[str, GenerationClient] = {}
         """Clients of the engines by policy, added by `open`."""
         self.proxy: AgentServer | None = None
+        self._workers: Any = None
+        """`GroupMaker` whose groups rollout workers generate; None if this process generates them."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> EngineService:
@@ -191,7 +194,7 @@ class EngineService:
         for group in groups:
             group.members.on_lost = self._lost
             group.members.before_ending = partial(keep_stacks, self.directory, self.note)
-        rollout = self.config.rollout
+        endpoints: dict[str, Endpoint] = {}
         served = [(name, self.engines_of(name), self.clients) for name in self.sources.policies]
         served += [
             (name, engines, self.evaluation_engines.clients) for name, engines in self.evaluation_engines.groups.items()
@@ -200,40 +203,46 @@ class EngineService:
             if engines is None:
                 continue
             policy = self.sources.policies[name]
-            client = GenerationClient(
-                engines.router.url,
-                ModelShape.of(policy.spec),
-                rollout.request_deadline,
-                # While no engine serves, `outage` pauses this deadline.
-                retry_s=rollout.request_deadline,
-                retries=rollout.request_retries,
-                on_lost=engines.members.look,
-                outage=engines.members.outage,
+            endpoint = Endpoint(
+                url=engines.router.url,
+                shape=ModelShape.of(policy.spec),
                 api_key=engines.keys.api_key,
                 adapters=name if self.config.served_by_actor else None,
                 images=str(policy.config.images),
             )
+            if clients is self.clients:
+                endpoints[name] = endpoint
+            client = endpoint.client(self.config.rollout, engines.members.look, engines.members.outage)
             clients[name] = client
             await self._stack.enter_async_context(client)
             engines.members.probe = prober(client.shape, self.config, client.adapters)
         self.proxy = make_agent_server(self.config.rollout.proxy, context)
         self._stack.push_async_callback(self.proxy.stop)
         self._stack.push_async_callback(self.evaluation_engines.cancel)  # before the clients close
+        count = worker_count(self.config)
+        if count > 1:
+            self._workers = self._maker(entry_points.load("slimx.rollout_workers", "pool"), self)
+            served_by = {name: group for name, group, clients in served if clients is self.clients}
+            await self._stack.enter_async_context(
+                self._workers.started(
+                    count, endpoints, served_by, context, self.logs, note=self.note, record=self._record
+                )
+            )
 
-    def make_maker(self, served: EngineService | FrozenEngines | None = None) -> GroupMaker:
+    def make_maker(self, served: FrozenEngines | None = None) -> GroupMaker:
         """Returns a `GroupMaker` that generates rollouts with the engines of `served`, by default those of this
         service. The caller must close it."""
-        served = served or self
+        if served is None:
+            return self._workers or self._maker(GroupMaker, self)
+        return self._maker(GroupMaker, served)
+
+    def _maker[M: GroupMaker](self, kind: type[M], served: EngineService | FrozenEngines) -> M:
+        """Returns a maker of class `kind` for the engines of `served`."""
         policies = {}
         for name, policy in self.sources.policies.items():
-            encode: Callable[[PreTrainedTokenizerBase], PromptIds] = PromptIds
-            if policy.config.trainer.vision is not None:
-                images = entry_points.load("slimx.images", "vision")(policy.config, policy.spec)
-                self._stack.callback(images.close)
-                encode = images.prompt_ids
-            policies[name] = PolicyClient(served.clients.get(name), policy.tokenizer, policy.spec.vocab_size, encode)
+            policies[name] = policy_client(policy, served.clients.get(name), self._stack)
         outage = Outages(tuple(group.members.outage for group in served.groups.values()))
-        return GroupMaker(
+        return kind(
             self.config,
             self.sources.hooks,
             policies,
@@ -247,6 +256,16 @@ class EngineService:
         """Awaits `work` and returns its result. Raises SlimxError when all of the actor's engines are lost and none can
         be restarted."""
         return await while_served(work, self.groups[ACTOR].members.failed)
+
+
+def policy_client(policy: ServedPolicy, client: GenerationClient | None, stack: AsyncExitStack) -> PolicyClient:
+    """Returns what a `GroupMaker` needs of `policy`. `stack` closes the preparation of images, if there is one."""
+    encode: Callable[[PreTrainedTokenizerBase], PromptIds] = PromptIds
+    if policy.config.trainer.vision is not None:
+        images = entry_points.load("slimx.images", "vision")(policy.config, policy.spec)
+        stack.callback(images.close)
+        encode = images.prompt_ids
+    return PolicyClient(client, policy.tokenizer, policy.spec.vocab_size, encode)
 
 
 def make_agent_server(settings: Proxy, context: int) -> AgentServer:

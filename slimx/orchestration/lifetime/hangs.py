@@ -126,9 +126,15 @@ class Watchdog:
 
 
 def main_location() -> str:
-    """Returns the function, file and line that the main thread is executing: the innermost frame of user code that
-    slimx called if there is one, else the innermost frame of slimx, else the innermost frame of all."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Returns the location of the main thread, see `location_of`."""
+    return location_of(threading.main_thread().ident or 0)
+
+
+def location_of(thread: int) -> str:
+    """Returns the function, file and line that the thread with the identifier `thread` is executing: the innermost
+    frame of user code that slimx called if there is one, else the innermost frame of slimx, else the innermost frame of
+    all."""
+    frame = sys._current_frames().get(thread)
     stack = list(traceback.extract_stack(frame)) if frame is not None else []
     below_slimx = list(dropwhile(lambda entry: not entry.filename.startswith(PACKAGE), stack))
     in_user_code = []

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
 import aiohttp
 import numpy as np
 
-from slimx.config.sections.rollout import MAX_SUPPORT
+from slimx.config.sections.rollout import MAX_SUPPORT, Rollout
 from slimx.data.integers import as_ids
 from slimx.data.records import Image
 from slimx.engines.outage import Outage
@@ -181,3 +182,33 @@ class GenerationClient:
     async def _lost(self) -> None:
         self.retried += 1
         await self.on_lost()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Address of a policy's engines, from which any process can make a client."""
+
+    url: str
+    """URL of the router."""
+    shape: ModelShape
+    api_key: str | None
+    adapters: str | None
+    """Name of the policy, if the servers have the LoRA adapters of several policies."""
+    images: str
+    """Directory of the run's image store."""
+
+    def client(self, rollout: Rollout, on_lost: Callable[[], Awaitable[None]], outage: Outage) -> GenerationClient:
+        """Returns a client with the deadlines of section `rollout`. `on_lost` and `outage`: see `GenerationClient`."""
+        return GenerationClient(
+            self.url,
+            self.shape,
+            rollout.request_deadline,
+            # While no engine serves, `outage` pauses this deadline.
+            retry_s=rollout.request_deadline,
+            retries=rollout.request_retries,
+            on_lost=on_lost,
+            outage=outage,
+            api_key=self.api_key,
+            adapters=self.adapters,
+            images=self.images,
+        )

@@ -117,6 +117,10 @@ class RolloutManager:
         """Interrupts all requests until `next_batch` is called again; the tokens sampled so far are kept."""
         await self.maker.gate.close(self.abort, self.config.rollout.interrupt_deadline)
 
+    async def collect(self) -> None:
+        """Must be awaited directly before `state`: collects the progress of groups that other processes generate."""
+        await self.maker.collect()
+
     def admit(self) -> None:
         """Starts groups until the number of open tickets reaches the limit that applies while a batch is awaited."""
         self._admit(self.rules.max_open)
@@ -176,7 +180,7 @@ class RolloutManager:
             "since": ticket.since,
             "version": ticket.oldest_version,
             "due": ticket.oldest_version + self.rules.staleness + 1,
-            "done": len(ticket.progress.done),
+            "done": ticket.progress.complete,
             "rollouts": self._rollouts_per_group,
         }
 
@@ -306,7 +310,7 @@ class RolloutManager:
     def _give_up(self, straggler: Ticket) -> None:
         """Drops an unfinished group that delays a batch, so that the next group in order replaces it."""
         detail = (
-            f"only {len(straggler.progress.done)} of {self._rollouts_per_group} rollouts were done after "
+            f"only {straggler.progress.complete} of {self._rollouts_per_group} rollouts were done after "
             f"{time.time() - straggler.since:.0f} s, and a batch waited for this group alone for longer than "
             f"schedule.straggler_deadline={self.config.schedule.straggler_deadline:g} s"
         )

@@ -145,6 +145,13 @@ class GroupProgress:
 
     done: dict[int, list[Trajectory]] = field(default_factory=dict)
     journals: dict[int, Journal] = field(default_factory=dict)
+    remote: int = 0
+    """Number of complete rollouts that only the rollout worker of the group has."""
+
+    @property
+    def complete(self) -> int:
+        """Number of complete rollouts."""
+        return len(self.done) + self.remote
 
     def journal(self, index: int) -> Journal:
         return self.journals.setdefault(index, Journal())

@@ -149,6 +149,14 @@ class GroupMaker:
     def version(self, version: int) -> None:
         self.versions = dict.fromkeys(self.versions, version)
 
+    async def begin(self, policy: str, version: int) -> None:
+        """Must be awaited before engines of `policy` may receive the weights of `version`."""
+        self.begun[policy] = version
+
+    async def collect(self) -> None:
+        """Brings the progress objects of all groups in progress up to date; does nothing, because `make` updates
+        them."""
+
     async def make(
         self,
         prompt: Prompt,

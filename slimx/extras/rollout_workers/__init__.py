@@ -1,0 +1,1 @@
+"""Rollout workers: Ray actors that generate a run's groups (`rollout.workers`)."""
