@@ -1,7 +1,7 @@
 """CPU time of rollouts on Ray's workers, of the driver and of Ray itself, against a plain pool of aiohttp actors.
 
     python benchmarks/rollout_scale.py [--only scale shared shapes waiting] [--workers 1 2 4 8]
-                                       [--sides slimx plain] [--steps 3] [--json FILE]
+                                       [--sides slimx driver plain] [--steps 3] [--json FILE]
 
 scale    CPU time per request and per sampled token with 1, 2, 4, 8 workers, each with `--rate` requests a second: of
          the workers, of the driver, and of Ray's own processes. efficiency: CPU time per request of one worker, of all
@@ -89,10 +89,10 @@ class Stand:
         most = max(numbers)
         for side in self.arguments.sides:
             if part == "scale":
-                for workers in numbers:
+                for workers in numbers if side != "driver" else [1]:
                     yield side, self.setting(workers, workers), rate * workers
             elif part == "shared":
-                for workers in numbers:
+                for workers in numbers if side != "driver" else [1]:
                     yield side, self.setting(workers, most), rate * most
             elif part == "shapes":
                 for turns, answer in SHAPES:
@@ -164,7 +164,7 @@ async def idle() -> float:
 @contextmanager
 def cluster(stand: Stand) -> Iterator[None]:
     """Starts Ray inside the block."""
-    start_ray(make_config(stand.setting(1, 1)), "cpu", trainers=False)
+    start_ray(make_config(stand.setting(max(stand.arguments.workers), 1)), "cpu", trainers=False)
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
-"""The two sides of benchmarks/rollout_scale.py, each of which returns the rollouts of one step after the other.
+"""The sides of benchmarks/rollout_scale.py, each of which returns the rollouts of one step after the other.
 
-slimx   RolloutManager and its maker, with the records of a run: saved rollouts, metrics, samples and the live table
+slimx   RolloutManager and rollout workers, with the records of a run: saved rollouts, metrics, samples, live table
+driver  the same without workers: the driver generates all rollouts (rollout.workers 1)
 plain   what a user would write: Ray actors with aiohttp, a task in the driver for each group in flight, and the
         columns of all rollouts returned to the driver as NumPy arrays"""
 
@@ -20,6 +21,7 @@ import waiting_sides
 from rich.console import Console
 from rollout_buffer import InOrder
 from rollout_scale_job import MARKER, Job, plain_rollout
+from transformers import PreTrainedTokenizerBase
 
 from slimx.config.load import load_config
 from slimx.config.schema import Config
@@ -27,12 +29,14 @@ from slimx.config.sections.policies import ACTOR
 from slimx.data.chat.tokens import load_tokenizer
 from slimx.data.records import Prompt
 from slimx.data.saved.step_files import DIRECTORY, StepFiles, origin_of
+from slimx.engines.outage import Outage
+from slimx.extras.rollout_workers.pool import WorkerPool
 from slimx.observability.events import Events
 from slimx.observability.live.table import LiveTable
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout.client.completion import ModelShape
-from slimx.rollout.client.generation import GenerationClient
+from slimx.rollout.client.generation import Endpoint
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
 from slimx.rollout.hook_loading import load_hooks
@@ -43,6 +47,27 @@ GROUP = 8
 CALLS = 1_000_000
 """Concurrent calls of an actor of the plain side: no limit."""
 VOCABULARY = 2000
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 2**20,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+"""config.json of the model that the workers read. It has no weights."""
+
+
+async def nothing() -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +91,7 @@ class Setting:
 def make_config(setting: Setting) -> Config:
     """Returns the run's configuration, and writes the model's files."""
     waiting_sides.tokenizer().save_pretrained(setting.directory)
-    (setting.directory / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    (setting.directory / "config.json").write_text(json.dumps(MODEL))
     settings = {
         "prompts_per_step": setting.per_step,
         "group_size": GROUP,
@@ -78,6 +103,7 @@ def make_config(setting: Setting) -> Config:
         "options": json.dumps(setting.job.options),
         "sampling.max_new_tokens": setting.job.answer,
         "over_sampling": setting.waiting / GROUP / setting.per_step,
+        "workers": setting.workers,
     }
     return load_config(
         ROOT / "configs/moe/quickstart.yaml",
@@ -86,6 +112,7 @@ def make_config(setting: Setting) -> Config:
             f"model.path={setting.directory}",
             f"schedule.max_staleness={max(1, -(-setting.waiting // (GROUP * setting.per_step)))}",
             "track.rollouts.every=1",
+            "trainer={world_size: 1, expert: 1}",
             "reward.parts=[{name: length, function: rollout_scale_job.length_reward}, "
             "{name: even, function: rollout_scale_job.even_reward}]",
             *(f"rollout.{key}={value}" for key, value in settings.items()),
@@ -93,33 +120,40 @@ def make_config(setting: Setting) -> Config:
     )
 
 
-class SlimxSide:
-    """slimx's rollouts, in this process or by its workers on Ray."""
+class DriverSide:
+    """slimx's rollouts, generated in this process."""
 
-    workers = "RolloutWorker"
+    workers = "none"
     """Name of the class of Ray's actors, by which their processes are found."""
 
     def __init__(self, setting: Setting):
         self.config = make_config(setting)
         self.setting = setting
         self.step = 0
-        self._stack = AsyncExitStack()
+        self.stack = AsyncExitStack()
 
-    async def __aenter__(self) -> SlimxSide:
+    async def maker(self, endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase) -> GroupMaker:
+        """Returns what generates the groups; `stack` closes it."""
+        client = endpoint.client(self.config.rollout, nothing, Outage())
+        await self.stack.enter_async_context(client)
+        policy = PolicyClient(client, tokenizer, VOCABULARY)
+        return GroupMaker(self.config, load_hooks(self.config), {ACTOR: policy})
+
+    async def __aenter__(self) -> DriverSide:
         config, job = self.config, self.setting.job
+        directory = Path(config.run.dir)
+        directory.mkdir(exist_ok=True)
         tokenizer = load_tokenizer(config.model.path)
-        client = GenerationClient(self.setting.url, ModelShape(vocab_size=VOCABULARY), 3600.0)
-        await self._stack.enter_async_context(client)
-        maker = GroupMaker(config, load_hooks(config), {ACTOR: PolicyClient(client, tokenizer, VOCABULARY)})
+        shape = ModelShape(vocab_size=VOCABULARY)
+        endpoint = Endpoint(url=self.setting.url, shape=shape, api_key=None, adapters=None, images="")
+        maker = await self.maker(endpoint, tokenizer)
         messages = [{"role": "user", "content": "q" * (job.prompt_tokens - MARKER)}]
         prompts = [Prompt(id=f"p{number}", messages=messages) for number in range(10_000)]
         self.manager = RolloutManager(config, InOrder(prompts, 1), maker)
-        self._stack.push_async_callback(self.manager.stop)
-        directory = Path(config.run.dir)
-        directory.mkdir(exist_ok=True)
+        self.stack.push_async_callback(self.manager.stop)
         table = LiveTable(10_000, 0, Console(file=io.StringIO()))
         self.records = Records(config, table, {ACTOR: tokenizer}, Events())
-        self._stack.callback(self.records.close)
+        self.stack.callback(self.records.close)
         origin = origin_of(config, tokenizer)
         self.records.rollouts = StepFiles(directory / DIRECTORY, origin, every=1, keep=2, resume_step=0)
         return self
@@ -135,7 +169,21 @@ class SlimxSide:
         return sum(len(group.trajectories) for group in batch.groups)
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await self.stack.aclose()
+
+
+class SlimxSide(DriverSide):
+    """slimx's rollouts, generated by rollout workers."""
+
+    workers = "RolloutWorker"
+
+    async def maker(self, endpoint: Endpoint, tokenizer: PreTrainedTokenizerBase) -> GroupMaker:
+        pool = WorkerPool(self.config, load_hooks(self.config), {ACTOR: PolicyClient(None, tokenizer, VOCABULARY)})
+        logs = Path(self.config.run.dir) / "logs"
+        logs.mkdir()
+        started = pool.started(self.setting.workers, {ACTOR: endpoint}, {}, 2**20, logs, note=print, record=print)
+        await self.stack.enter_async_context(started)
+        return pool
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -224,4 +272,4 @@ class PlainSide:
             ray.kill(actor)
 
 
-SIDES = {"slimx": SlimxSide, "plain": PlainSide}
+SIDES = {"slimx": SlimxSide, "driver": DriverSide, "plain": PlainSide}
