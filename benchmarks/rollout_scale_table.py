@@ -7,6 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from slimx.extras.rollout_workers.load import Traffic, load_of
+
+GOAL = 0.25
+"""Largest accepted deviation of the predicted load from the measured one."""
 Row = dict[str, Any]
 
 
@@ -40,36 +44,70 @@ def describe_scale(part: str, rows: Sequence[Row], idle: float) -> str:
 
 
 def describe_shapes(rows: Sequence[Row]) -> str:
-    """Returns a row for each shape, and the costs of a rollout, a request and a token that fit them."""
-    lines = [f"{'side':<7}{'turns':>6}{'answer':>8}{'worker ms/request':>19}{'driver ms/rollout':>19}{'Ray':>7}"]
+    """Returns a row for each shape with the predicted and the measured load, and the costs that fit all shapes."""
+    lines = [
+        f"{'side':<7}{'turns':>6}{'answer':>8}{'requests/s':>12}{'ms a request: worker':>22}"
+        f"{'driver ms/rollout':>19}{'Ray':>7}{'workers: predicted':>20}{'measured':>10}"
+        f"{'driver: predicted':>19}{'measured':>10}"
+    ]
+    off: list[float] = []
     for row in rows:
         ms = row["ms_request"]
-        lines.append(
-            f"{row['side']:<7}{row['turns']:>6}{row['answer']:>8}{ms['workers']:>19.2f}"
+        line = (
+            f"{row['side']:<7}{row['turns']:>6}{row['answer']:>8}{row['rate']:>12.0f}{ms['workers']:>22.2f}"
             f"{row['driver_ms_rollout']:>19.2f}{ms['ray']:>7.2f}"
         )
+        if row["side"] == "slimx":
+            load = load_of(traffic_in(row))
+            workers, driver = row["cpu"]["workers"] / row["seconds"], row["cpu"]["driver"] / row["seconds"]
+            line += f"{load.workers:>20.1%}{workers:>10.1%}{load.driver:>19.1%}{driver:>10.1%}"
+            off.append(load.workers / workers - 1 if workers else 0.0)
+        lines.append(line)
+    if off:
+        worst = max(off, key=abs)
+        goal = "met" if abs(worst) <= GOAL else "missed"
+        lines.append(f"predicted load of the workers: {worst:+.0%} at most; goal {GOAL:.0%}: {goal}")
     for side in dict.fromkeys(row["side"] for row in rows):
         lines += [f"{side}: {text}" for text in fits([row for row in rows if row["side"] == side])]
     return "\n".join(lines)
 
 
+def traffic_in(row: Row) -> Traffic:
+    """Returns the traffic of a measurement, of which the rollouts are those of its requests: a step's number of
+    rollouts varies."""
+    requests = row["rate"]
+    rollouts = requests / row["turns"]
+    return Traffic(rollouts=rollouts, requests=requests, sent=rollouts * row["sent"], sampled=requests * row["answer"])
+
+
 def fits(rows: Sequence[Row]) -> list[str]:
     """Returns sentences about the costs that fit the CPU time of workers and driver with the least squares."""
-    sampled = np.array([row["requests"] * row["answer"] for row in rows])
-    sent = np.array([row["rollouts"] * row["sent"] for row in rows])
     requests = np.array([row["requests"] for row in rows])
-    rollouts = np.array([row["rollouts"] for row in rows])
+    sampled = requests * [row["answer"] / 1e3 for row in rows]
+    sent = requests * [row["sent"] / row["turns"] / 1e3 for row in rows]
+    rollouts = requests / [row["turns"] for row in rows]
     out = []
     for name, units in (
-        ("workers", {"rollout": rollouts, "request": requests, "1,000 tokens": (sampled + sent) / 1e3}),
-        ("driver", {"rollout": rollouts, "request": requests}),
+        ("workers", {"rollout": rollouts, "request": requests, "1,000 sent": sent, "1,000 sampled": sampled}),
+        ("driver", {"rollout": rollouts}),
     ):
         spent = np.array([1e3 * row["cpu"][name] for row in rows])
-        per = np.stack([*units.values()], 1) / requests[:, None]
-        costs, *_ = np.linalg.lstsq(per, spent / requests, rcond=None)
+        weights = 1 / np.maximum(spent, 1.0)  # the same relative error for each shape
+        costs = _least_squares(np.stack([*units.values()], 1) * weights[:, None], spent * weights)
         listed = ", ".join(f"{cost:.3f} ms a {unit}" for unit, cost in zip(units, costs, strict=True))
         out.append(f"{name} {listed}")
     return out
+
+
+def _least_squares(per: np.ndarray, spent: np.ndarray) -> np.ndarray:
+    """Returns the costs, none of them negative, that fit best: the negative ones of a fit are left out of the next."""
+    kept = np.ones(per.shape[1], bool)
+    while True:
+        costs = np.zeros(per.shape[1])
+        costs[kept] = np.linalg.lstsq(per[:, kept], spent, rcond=None)[0]
+        if (costs >= 0).all():
+            return costs
+        kept &= costs >= 0
 
 
 def describe_waiting(rows: Sequence[Row]) -> str:

@@ -8,13 +8,13 @@ fast as the engines' memory and arithmetic permit."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from slimx.config.schema import Config
 from slimx.config.sections.rollout import batches_in_flight
 from slimx.layout.number_formats import ITEMSIZE
-from slimx.models.families import ModelSpec
+from slimx.models.families import ModelSpec, configured_model
 from slimx.models.flops import sequence_flops
 from slimx.preflight.hardware import GPUS, machine_of
 
@@ -81,15 +81,15 @@ def load_of(traffic: Traffic, costs: Costs = COSTS) -> Load:
     return Load(driver=traffic.rollouts * costs.driver / 1e3, workers=workers / 1e3)
 
 
-def traffic_of(config: Config, spec: ModelSpec, device: str) -> Traffic | None:
-    """Returns the most that the engines of the policy `actor` can cause; None without engines on GPUs. An unknown type
-    of GPU is taken for an H100.
+def traffic_of(config: Config, spec: ModelSpec) -> Traffic | None:
+    """Returns the most that the engines of the policy can cause; None without engines on GPUs. If the type of GPU is
+    unknown, it is assumed to be an H100.
 
     Every decoding step reads all weights of a server once and the KV cache of its requests. Prompts and answers have
     `ANSWER_SHARE` of their maximum length, and tool results the length of answers; a hook's option `max_turns` is the
     number of turns."""
     groups = config.served.sampling
-    if device != "cuda" or not groups:
+    if config.cluster.device == "cpu" or not groups:
         return None
     rollout = config.rollout
     turns = turns_of(config)
@@ -104,7 +104,7 @@ def traffic_of(config: Config, spec: ModelSpec, device: str) -> Traffic | None:
     gpu = machine_of(config.cluster).gpu or GPUS["h100"]
     batch = requests / servers
     itemsize = 1 if config.publish.quantize else ITEMSIZE[config.numerics.dtype]
-    weights = itemsize * sum(_size(shape) for shape in spec.table.checkpoint_shapes().values())
+    weights = itemsize * sum(map(prod, spec.table.checkpoint_shapes().values()))
     read = (weights + batch * (mean + answer) * kv_bytes(spec)) / (ranks * gpu.bandwidth)
     computed = batch * sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind)(1) / 3 / (ranks * gpu.flops)
     sampled = requests / max(STEP_S, read / EFFICIENCY, computed / EFFICIENCY)
@@ -113,10 +113,9 @@ def traffic_of(config: Config, spec: ModelSpec, device: str) -> Traffic | None:
     )
 
 
-def workers_for(config: Config, spec: ModelSpec, device: str) -> int:
-    """Returns the number of rollout workers that `auto` stands for. `device`: "cpu" or "cuda", on which the engines
-    run."""
-    traffic = traffic_of(config, spec, device)
+def workers_for(config: Config) -> int:
+    """Returns the number of rollout workers that `auto` stands for on a cluster."""
+    traffic = traffic_of(config, configured_model(config))
     return 1 if traffic is None else load_of(traffic).needed
 
 
@@ -133,10 +132,3 @@ def kv_bytes(spec: ModelSpec) -> int:
     if model.get("multi_latent_attention"):
         return 2 * layers * (model["kv_lora_rank"] + model["qk_pos_emb_head_dim"])
     return 4 * layers * model["num_query_groups"] * model["kv_channels"]
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

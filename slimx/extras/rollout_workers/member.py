@@ -111,7 +111,7 @@ class Member:
 
     def _create(self) -> Actor:
         begin_log(self.log)
-        remote: Actor = ray.remote(num_cpus=1, concurrency_groups={"look": 1})(RolloutWorker)
+        remote: Actor = ray.remote(concurrency_groups={"look": 1})(RolloutWorker)  # type: ignore[call-overload]
         options = resources(self._config.rollout.worker_resources, self.node)
         actor = remote.options(max_concurrency=CALLS, **options)
         return actor.remote(self.number, self._config.model_dump(mode="json"), str(self.log))
