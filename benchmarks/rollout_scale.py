@@ -48,8 +48,8 @@ from slimx.errors import SlimxError
 from slimx.orchestration.lifetime.garbage import frozen_heap
 
 PARTS = ("scale", "shared", "shapes", "waiting")
-SHAPES = ((1, 64), (1, 1024), (4, 64), (4, 512), (20, 64))
-"""Turns, and tokens of an answer, of the shapes part."""
+SHAPES = ((1, 64, 0), (1, 1024, 0), (4, 64, 0), (4, 512, 0), (20, 64, 0), (1, 512, 48))
+"""Turns, tokens of an answer, and layers whose experts the engines return, of the shapes part."""
 SHAPES_LOAD = 4
 """Times the requests per worker of the scale part that the one worker of the shapes part has: about half a core."""
 SLOTS = 32
@@ -59,7 +59,7 @@ IDLE_S = 3.0
 
 
 class Stand:
-    """What all measurements of one call share."""
+    """Settings and directories of all measurements of one call."""
 
     def __init__(self, root: Path, arguments: argparse.Namespace):
         self.root = root
@@ -95,23 +95,25 @@ class Stand:
                 for workers in numbers if side != "driver" else [1]:
                     yield side, self.setting(workers, most), rate * most
             elif part == "shapes":
-                for turns, answer in SHAPES:
-                    job = replace(self.job, turns=turns, answer=answer)
+                for turns, answer, layers in SHAPES:
+                    job = replace(self.job, turns=turns, answer=answer, layers=layers)
                     yield side, self.setting(1, SHAPES_LOAD, job), rate * SHAPES_LOAD
             else:
                 waits = self.arguments.count / (rate * most)
                 waiting = self.setting(most, most, replace(self.job, wait=waits))
                 yield side, replace(waiting, waiting=self.arguments.count), rate * most
 
-    async def run(self, side: str, setting: Setting, rate: float) -> dict[str, Any]:
+    async def run(self, part: str, side: str, setting: Setting, rate: float) -> dict[str, Any]:
         """Returns the figures of a measurement."""
         slots = setting.requests // 2
-        with engine_processes(1, slots, slots / rate) as engines:
+        with engine_processes(1, slots, slots / rate, setting.job.layers) as engines:
             setting = replace(setting, url=engines.url)
-            return await run_side(side, setting, engines, self.arguments.steps, self.arguments.warmup)
+            if part == "waiting":
+                return await run_waiting(side, setting, engines, self.arguments.window)
+            return await run_steps(side, setting, engines, self.arguments.steps, self.arguments.warmup)
 
 
-async def run_side(side: str, setting: Setting, engines: EnginePool, steps: int, warmup: int) -> dict[str, Any]:
+async def run_steps(side: str, setting: Setting, engines: EnginePool, steps: int, warmup: int) -> dict[str, Any]:
     """Returns the figures of `steps` steps, which follow `warmup` steps."""
     async with SIDES[side](setting) as running:
         with frozen_heap():
@@ -127,6 +129,26 @@ async def run_side(side: str, setting: Setting, engines: EnginePool, steps: int,
     return row_of(side, setting, spent, rollouts, steps, seconds) | {"driver_mb": driver_mb, "workers_mb": workers_mb}
 
 
+async def run_waiting(side: str, setting: Setting, engines: EnginePool, window: float) -> dict[str, Any]:
+    """Returns the figures of `window` seconds, which begin when every rollout has been answered once."""
+    async with SIDES[side](setting) as running:
+        with frozen_heap():
+            work = asyncio.create_task(running.next_step())
+            while engines.done() < setting.waiting and not work.done():
+                await asyncio.sleep(0.2)
+            before, began = measure(engines.pids, engines.done(), running.workers), time.perf_counter()
+            await asyncio.sleep(window)
+            spent = measure(engines.pids, engines.done(), running.workers).since(before)
+            seconds = time.perf_counter() - began
+            driver_mb, workers_mb = memory_of(running.workers)
+            began = time.perf_counter()
+            work.cancel()
+            await asyncio.wait({work})
+    row = row_of(side, setting, spent, 0, 1, seconds)
+    ended = time.perf_counter() - began
+    return row | {"driver_mb": driver_mb, "workers_mb": workers_mb, "ended_s": ended}
+
+
 def row_of(side: str, setting: Setting, spent: Usage, rollouts: int, steps: int, seconds: float) -> dict[str, Any]:
     """Returns the figures of one measurement."""
     job, requests = setting.job, max(1.0, spent.requests)
@@ -137,6 +159,8 @@ def row_of(side: str, setting: Setting, spent: Usage, rollouts: int, steps: int,
         "waiting": setting.waiting,
         "turns": job.turns,
         "answer": job.answer,
+        "layers": job.layers,
+        "length": job.length,
         "sent": job.sent,
         "rollouts": rollouts,
         "requests": spent.requests,
@@ -186,6 +210,7 @@ def main() -> int:
         "--rate", type=positive_float, default=40.0, help="requests a second of the engines, per worker"
     )
     parser.add_argument("--count", type=positive, default=20_000, help="waiting: rollouts in flight")
+    parser.add_argument("--window", type=positive_float, default=30.0, help="waiting: seconds that are measured")
     parser.add_argument("--json", type=Path, help="file that gets every single figure")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -197,7 +222,7 @@ def main() -> int:
             for part in arguments.only:
                 found[part] = []
                 for side, setting, rate in stand.settings(part):
-                    row = asyncio.run(stand.run(side, setting, rate))
+                    row = asyncio.run(stand.run(part, side, setting, rate))
                     print(part, json.dumps(row), file=sys.stderr, flush=True)
                     found[part].append(row)
                 print(describe(part, found[part], found["idle"]), end="\n\n")

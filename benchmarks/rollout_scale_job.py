@@ -4,6 +4,7 @@ two parts. Once as slimx's hooks, and once by asyncio and aiohttp alone."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ class Job:
     wait: float = 1.0
     """Mean wait for a tool in seconds; waits are uniformly distributed between a tenth and nineteen tenths of it."""
 
+    layers: int = 0
+    """Layers whose experts the engines return for every token, a multiple of 3; 0: they return none."""
+
     @property
     def sampled(self) -> int:
         """Sampled tokens of a rollout."""
@@ -43,6 +47,11 @@ class Job:
     def sent(self) -> int:
         """Tokens that all requests of a rollout send together."""
         return sum(self.prompt_tokens + turn * (self.answer + self.result) for turn in range(self.turns))
+
+    @property
+    def length(self) -> int:
+        """Tokens of a rollout."""
+        return self.prompt_tokens + self.turns * self.answer + (self.turns - 1) * self.result
 
     @property
     def options(self) -> dict[str, Any]:
@@ -91,13 +100,19 @@ async def plain_rollout(
 ) -> dict[str, Any]:
     """Makes a rollout with asyncio and aiohttp alone. Returns its columns as arrays, and its rewards."""
     ids, logprobs, mask = list(prompt), [0.0] * len(prompt), [0] * len(prompt)
+    experts = np.zeros(0, np.uint8)
     headers = {"Content-Type": "application/json"}
     for turn, seconds in enumerate(waits_of(job, seed)):
         sampling = {"max_new_tokens": job.answer, "temperature": 1.0, "sampling_seed": seed + turn}
-        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
+        body: dict[str, Any] = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "stream": False}
+        if job.layers:
+            body["return_routed_experts"] = True
         async with places, session.post(f"{url}/generate", data=json.dumps(body), headers=headers) as response:
             response.raise_for_status()
-            sampled = json.loads(await response.read())["meta_info"]["output_token_logprobs"]
+            meta = json.loads(await response.read())["meta_info"]
+        sampled = meta["output_token_logprobs"]
+        if job.layers:
+            experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).astype(np.uint8)
         ids += [entry[1] for entry in sampled]
         logprobs += [entry[0] for entry in sampled]
         mask += [1] * len(sampled)
@@ -110,5 +125,6 @@ async def plain_rollout(
         "tokens": np.array(ids, np.int32),
         "logprobs": np.array(logprobs, np.float32),
         "mask": np.array(mask, np.uint8),
+        "experts": experts,
         "rewards": {"length": (index + job.answer) % 5 / 4, "even": float(index % 2)},
     }

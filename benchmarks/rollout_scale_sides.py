@@ -20,6 +20,7 @@ import ray
 import waiting_sides
 from rich.console import Console
 from rollout_buffer import InOrder
+from rollout_scale_engine import TOP_K
 from rollout_scale_job import MARKER, Job, plain_rollout
 from transformers import PreTrainedTokenizerBase
 
@@ -72,7 +73,7 @@ async def nothing() -> None: ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What both sides do."""
+    """Settings of one measurement, which all sides follow."""
 
     job: Job
     url: str
@@ -111,7 +112,7 @@ def make_config(setting: Setting) -> Config:
             f"run.dir={setting.directory / 'run'}",
             f"model.path={setting.directory}",
             f"schedule.max_staleness={max(1, -(-setting.waiting // (GROUP * setting.per_step)))}",
-            "track.rollouts.every=1",
+            f"track.rollouts={{every: 1, routes: {str(setting.job.layers > 0).lower()}}}",
             "trainer={world_size: 1, expert: 1}",
             "reward.parts=[{name: length, function: rollout_scale_job.length_reward}, "
             "{name: even, function: rollout_scale_job.even_reward}]",
@@ -145,6 +146,8 @@ class DriverSide:
         directory.mkdir(exist_ok=True)
         tokenizer = load_tokenizer(config.model.path)
         shape = ModelShape(vocab_size=VOCABULARY)
+        if job.layers:
+            shape = ModelShape(vocab_size=VOCABULARY, layers=job.layers, top_k=TOP_K, experts=128)
         endpoint = Endpoint(url=self.setting.url, shape=shape, api_key=None, adapters=None, images="")
         maker = await self.maker(endpoint, tokenizer)
         messages = [{"role": "user", "content": "q" * (job.prompt_tokens - MARKER)}]
@@ -231,9 +234,9 @@ class PlainSide:
         of = waiting_sides.tokenizer()
         self._prompt = of("q" * setting.job.prompt_tokens, add_special_tokens=False).input_ids
         self._result = of("r" * setting.job.result, add_special_tokens=False).input_ids
-        self._done: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
+        self._done: asyncio.Queue[asyncio.Future[list[dict[str, Any]]]] = asyncio.Queue()
         self._number = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[list[dict[str, Any]]]] = set()
         self._actors: list[Any] = []
 
     async def __aenter__(self) -> PlainSide:
@@ -247,21 +250,23 @@ class PlainSide:
         return self
 
     def _start(self) -> None:
-        task = asyncio.create_task(self._group(self._number))
+        actor = self._actors[self._number % len(self._actors)]
+        task = asyncio.ensure_future(actor.group.remote(self._prompt, self._number))
         self._number += 1
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
 
-    async def _group(self, number: int) -> None:
-        actor = self._actors[number % len(self._actors)]
-        self._done.put_nowait(await actor.group.remote(self._prompt, number))
+    def _ended(self, task: asyncio.Future[list[dict[str, Any]]]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._done.put_nowait(task)
 
     async def next_step(self) -> int:
         """Waits for the next step's groups, in the order in which they end, and starts as many. Returns the number of
         rollouts."""
         groups = []
         for _ in range(self.setting.per_step):
-            groups.append(await self._done.get())
+            groups.append((await self._done.get()).result())
             self._start()
         return sum(len(group) for group in groups)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rollout_scale_engine import TOP_K
 
 from slimx.extras.rollout_workers.load import Traffic, load_of
 
@@ -46,7 +47,7 @@ def describe_scale(part: str, rows: Sequence[Row], idle: float) -> str:
 def describe_shapes(rows: Sequence[Row]) -> str:
     """Returns a row for each shape with the predicted and the measured load, and the costs that fit all shapes."""
     lines = [
-        f"{'side':<7}{'turns':>6}{'answer':>8}{'requests/s':>12}{'ms a request: worker':>22}"
+        f"{'side':<7}{'turns':>6}{'answer':>8}{'layers':>8}{'requests/s':>12}{'ms a request: worker':>22}"
         f"{'driver ms/rollout':>19}{'Ray':>7}{'workers: predicted':>20}{'measured':>10}"
         f"{'driver: predicted':>19}{'measured':>10}"
     ]
@@ -54,7 +55,7 @@ def describe_shapes(rows: Sequence[Row]) -> str:
     for row in rows:
         ms = row["ms_request"]
         line = (
-            f"{row['side']:<7}{row['turns']:>6}{row['answer']:>8}{row['rate']:>12.0f}{ms['workers']:>22.2f}"
+            f"{row['side']:<7}{row['turns']:>6}{row['answer']:>8}{row['layers']:>8}{row['rate']:>12.0f}{ms['workers']:>22.2f}"
             f"{row['driver_ms_rollout']:>19.2f}{ms['ray']:>7.2f}"
         )
         if row["side"] == "slimx":
@@ -76,8 +77,10 @@ def traffic_in(row: Row) -> Traffic:
     """Returns the traffic of a measurement, of which the rollouts are those of its requests: a step's number of
     rollouts varies."""
     requests = row["rate"]
-    rollouts = requests / row["turns"]
-    return Traffic(rollouts=rollouts, requests=requests, sent=rollouts * row["sent"], sampled=requests * row["answer"])
+    sampled = requests * row["answer"]
+    sent = requests * row["sent"] / row["turns"]
+    routes = (sent + sampled) * row["layers"] * TOP_K
+    return Traffic(rollouts=requests / row["turns"], requests=requests, sent=sent, sampled=sampled, routes=routes)
 
 
 def fits(rows: Sequence[Row]) -> list[str]:
@@ -86,10 +89,22 @@ def fits(rows: Sequence[Row]) -> list[str]:
     sampled = requests * [row["answer"] / 1e3 for row in rows]
     sent = requests * [row["sent"] / row["turns"] / 1e3 for row in rows]
     rollouts = requests / [row["turns"] for row in rows]
+    routes = (sent + sampled) * [row["layers"] * TOP_K / 1e3 for row in rows]
+    tokens = rollouts * [row["length"] / 1e3 for row in rows]
+    kept = tokens * [row["layers"] * TOP_K / 1e3 for row in rows]
     out = []
     for name, units in (
-        ("workers", {"rollout": rollouts, "request": requests, "1,000 sent": sent, "1,000 sampled": sampled}),
-        ("driver", {"rollout": rollouts}),
+        (
+            "workers",
+            {
+                "rollout": rollouts,
+                "request": requests,
+                "1,000 sent": sent,
+                "1,000 sampled": sampled,
+                "million experts": routes,
+            },
+        ),
+        ("driver", {"rollout": rollouts, "1,000 tokens": tokens, "million experts": kept}),
     ):
         spent = np.array([1e3 * row["cpu"][name] for row in rows])
         weights = 1 / np.maximum(spent, 1.0)  # the same relative error for each shape
@@ -114,10 +129,11 @@ def describe_waiting(rows: Sequence[Row]) -> str:
     """Returns a row for each side."""
     lines = [f"{rows[0]['waiting']:,} rollouts in flight"]
     for row in rows:
-        ms = row["ms_request"]
+        ms, cpu, seconds = row["ms_request"], row["cpu"], row["seconds"]
         lines.append(
-            f"{row['side']:<7}{row['workers']:>3} workers: {ms['all']:.2f} ms a request (workers {ms['workers']:.2f}, "
-            f"driver {ms['driver']:.2f}, Ray {ms['ray']:.2f}); {row['rate']:.0f} requests/s; driver "
-            f"{row['driver_mb']:,.0f} MB, workers {sum(row['workers_mb']):,.0f} MB"
+            f"{row['side']:<7}{row['workers']:>3} workers, {row['rate']:.0f} requests/s: {ms['all']:.2f} ms a request "
+            f"(workers {ms['workers']:.2f}, driver {ms['driver']:.2f}, Ray {ms['ray']:.2f}); driver "
+            f"{cpu['driver'] / seconds:.1%} of a core and {row['driver_mb']:,.0f} MB, workers "
+            f"{cpu['workers'] / seconds:.1%} and {sum(row['workers_mb']):,.0f} MB; all ended in {row['ended_s']:.1f} s"
         )
     return "\n".join(lines)

@@ -137,6 +137,15 @@ class RolloutLoad(Record):
     worker: float
     """The same for each worker; 0 without workers."""
 
+    @property
+    def text(self) -> str:
+        """The load and the traffic that causes it, as text."""
+        loads = f"driver {self.driver:.0%} of a core"
+        if self.workers > 1:
+            loads += f", {self.workers} workers at {self.worker:.0%}"
+        traffic = f"{self.requests_per_second:,.0f} requests/s of {self.tokens_per_answer:,} sampled tokens"
+        return f"estimated: at most {loads}, while engines sample as fast as their GPUs permit: {traffic}"
+
 
 class PublicationFigures(Record):
     """Figures of one compiled publication to all engines. The compiler verifies that every element is written exactly

@@ -17,6 +17,7 @@ from slimx.layout.number_formats import ITEMSIZE
 from slimx.models.families import ModelSpec, configured_model
 from slimx.models.flops import sequence_flops
 from slimx.preflight.hardware import GPUS, machine_of
+from slimx.rollout.client.completion import ModelShape
 
 TARGET = 0.5
 """Load of a worker, as a share of a core, above which `auto` adds workers: hooks and bursts need the rest."""
@@ -30,33 +31,36 @@ ANSWER_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """CPU milliseconds of a worker and of the driver."""
+    """CPU time in milliseconds: the driver's for each rollout, and a worker's for everything else."""
 
     rollout: float
-    """Of a worker, for each rollout: its hook, rewards and columns."""
+    """Time for each rollout: its hook, rewards and columns."""
     request: float
-    """Of a worker, for each request."""
     sent: float
-    """Of a worker, for 1,000 tokens that requests send."""
+    """Time for 1,000 tokens that requests send."""
     sampled: float
-    """Of a worker, for 1,000 sampled tokens with their log-probs."""
+    """Time for 1,000 sampled tokens with their log-probs."""
+    routes: float
+    """Time for a million experts to which tokens were routed (tokens x layers x k)."""
     driver: float
-    """Of the driver, for each rollout."""
+    """Time of the driver for each rollout."""
 
 
-COSTS = Costs(rollout=1.5, request=1.0, sent=0.1, sampled=2.0, driver=0.1)
+COSTS = Costs(rollout=1.5, request=1.0, sent=0.1, sampled=2.0, routes=5.0, driver=0.1)
 """docs/benchmarks.md, rollouts on workers: 2-core Intel Xeon, 2026-12-01."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What the rollouts of a run move in a second."""
+    """Numbers per second that the rollouts of a run cause."""
 
     rollouts: float
     requests: float
     sent: float
     """Tokens that the requests send."""
     sampled: float
+    routes: float = 0.0
+    """Experts that the engines return: those of every layer, for every token of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +68,9 @@ class Load:
     """CPU time per second, as a share of a core."""
 
     driver: float
-    """Of the driver, without rollouts of its own."""
+    """Load of the driver, which generates no rollout itself."""
     workers: float
-    """Of all workers together."""
+    """Load of all workers together."""
 
     @property
     def needed(self) -> int:
@@ -77,7 +81,7 @@ class Load:
 def load_of(traffic: Traffic, costs: Costs = COSTS) -> Load:
     """Returns the load that `traffic` causes."""
     workers = traffic.rollouts * costs.rollout + traffic.requests * costs.request
-    workers += (traffic.sent * costs.sent + traffic.sampled * costs.sampled) / 1e3
+    workers += (traffic.sent * costs.sent + traffic.sampled * costs.sampled) / 1e3 + traffic.routes * costs.routes / 1e6
     return Load(driver=traffic.rollouts * costs.driver / 1e3, workers=workers / 1e3)
 
 
@@ -108,9 +112,13 @@ def traffic_of(config: Config, spec: ModelSpec) -> Traffic | None:
     read = (weights + batch * (mean + answer) * kv_bytes(spec)) / (ranks * gpu.bandwidth)
     computed = batch * sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind)(1) / 3 / (ranks * gpu.flops)
     sampled = requests / max(STEP_S, read / EFFICIENCY, computed / EFFICIENCY)
-    return Traffic(
-        rollouts=sampled / answer / turns, requests=sampled / answer, sent=sampled / answer * mean, sampled=sampled
-    )
+    sent = sampled / answer * mean
+    routes = 0.0
+    if config.route_stride:
+        shape = ModelShape.of(spec)
+        routes = (sent + sampled) * shape.layers * shape.top_k / config.route_stride
+    rate = sampled / answer
+    return Traffic(rollouts=rate / turns, requests=rate, sent=sent, sampled=sampled, routes=routes)
 
 
 def workers_for(config: Config) -> int:

@@ -19,7 +19,6 @@ from slimx.extras.planner.record import (
     PublicationFigures,
     RankMap,
     RankPlace,
-    RolloutLoad,
     Together,
 )
 from slimx.layout.ranks import EngineSizes, Sizes
@@ -58,9 +57,7 @@ def describe(report: PlanReport) -> list[str]:
     lines += [f"frozen      {_engines(group)}" for group in report.frozen]
     lines += _places(report.rank_map, report.device)
     lines += [f"kernels     {sentence}" for sentence in report.kernels]
-    lines += _batch(report.batch)
-    if report.rollout_load is not None:
-        lines.append(_rollout_load(report.rollout_load))
+    lines += [*_batch(report.batch), *(f"  load      {load.text}" for load in [report.rollout_load] if load)]
     lines += _memory(report)
     if report.publication is None:
         why = f"the run lacks {counted(report.nodes_lacking, 'node')}" if report.engines else "the run has no engines"
@@ -135,15 +132,6 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
         f"{batch.tokens_per_microbatch:,} tokens, if all have the maximum length of {batch.longest}; pipeline stages "
         f"wait {batch.bubble:.0%} of it"
     )
-
-
-def _rollout_load(load: RolloutLoad) -> str:
-    """Formats the estimated load of driver and rollout workers."""
-    traffic = f"{load.requests_per_second:,.0f} requests/s of {load.tokens_per_answer:,} sampled tokens"
-    loads = f"driver {load.driver:.0%} of a core"
-    if load.workers > 1:
-        loads += f", {load.workers} workers at {load.worker:.0%}"
-    return f"  load      estimated: at most {loads}, while engines sample as fast as their GPUs permit: {traffic}"
 
 
 def _memory(report: PlanReport) -> Iterator[str]:
