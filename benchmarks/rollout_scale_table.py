@@ -51,36 +51,46 @@ def describe_shapes(rows: Sequence[Row]) -> str:
         f"{'driver ms/rollout':>19}{'Ray':>7}{'workers: predicted':>20}{'measured':>10}"
         f"{'driver: predicted':>19}{'measured':>10}"
     ]
-    off: list[float] = []
+    off: dict[str, list[float]] = {"workers": [], "driver": []}
     for row in rows:
         ms = row["ms_request"]
         line = (
-            f"{row['side']:<7}{row['turns']:>6}{row['answer']:>8}{row['layers']:>8}{row['rate']:>12.0f}{ms['workers']:>22.2f}"
-            f"{row['driver_ms_rollout']:>19.2f}{ms['ray']:>7.2f}"
+            f"{row['side']:<7}{row['turns']:>6}{row['answer']:>8}{row['layers']:>8}{row['rate']:>12.0f}"
+            f"{ms['workers']:>22.2f}{row['driver_ms_rollout']:>19.2f}{ms['ray']:>7.2f}"
         )
         if row["side"] == "slimx":
             load = load_of(traffic_in(row))
-            workers, driver = row["cpu"]["workers"] / row["seconds"], row["cpu"]["driver"] / row["seconds"]
-            line += f"{load.workers:>20.1%}{workers:>10.1%}{load.driver:>19.1%}{driver:>10.1%}"
-            off.append(load.workers / workers - 1 if workers else 0.0)
+            for name, width in (("workers", 20), ("driver", 19)):
+                predicted, measured = getattr(load, name), row["cpu"][name] / row["seconds"]
+                line += f"{predicted:>{width}.1%}{measured:>10.1%}"
+                off[name].append(predicted / max(measured, 1e-3) - 1)
         lines.append(line)
-    if off:
-        worst = max(off, key=abs)
+    for name, ratios in off.items():
+        worst = max(ratios, key=abs, default=0.0)
         goal = "met" if abs(worst) <= GOAL else "missed"
-        lines.append(f"predicted load of the workers: {worst:+.0%} at most; goal {GOAL:.0%}: {goal}")
+        lines.append(f"predicted load, {name}: {worst:+.0%} at most; goal {GOAL:.0%}: {goal}")
     for side in dict.fromkeys(row["side"] for row in rows):
         lines += [f"{side}: {text}" for text in fits([row for row in rows if row["side"] == side])]
     return "\n".join(lines)
 
 
 def traffic_in(row: Row) -> Traffic:
-    """Returns the traffic of a measurement, of which the rollouts are those of its requests: a step's number of
-    rollouts varies."""
+    """Returns the traffic of a measurement."""
     requests = row["rate"]
     sampled = requests * row["answer"]
     sent = requests * row["sent"] / row["turns"]
-    routes = (sent + sampled) * row["layers"] * TOP_K
-    return Traffic(rollouts=requests / row["turns"], requests=requests, sent=sent, sampled=sampled, routes=routes)
+    rollouts = row["rollouts"] / row["seconds"]
+    kept = rollouts * row["length"]
+    experts = row["layers"] * TOP_K
+    return Traffic(
+        rollouts=rollouts,
+        requests=requests,
+        sent=sent,
+        sampled=sampled,
+        kept=kept,
+        routes=experts * (sent + sampled),
+        kept_routes=experts * kept,
+    )
 
 
 def fits(rows: Sequence[Row]) -> list[str]:
@@ -88,7 +98,7 @@ def fits(rows: Sequence[Row]) -> list[str]:
     requests = np.array([row["requests"] for row in rows])
     sampled = requests * [row["answer"] / 1e3 for row in rows]
     sent = requests * [row["sent"] / row["turns"] / 1e3 for row in rows]
-    rollouts = requests / [row["turns"] for row in rows]
+    rollouts = np.array([row["rollouts"] for row in rows])
     routes = (sent + sampled) * [row["layers"] * TOP_K / 1e3 for row in rows]
     tokens = rollouts * [row["length"] / 1e3 for row in rows]
     kept = tokens * [row["layers"] * TOP_K / 1e3 for row in rows]

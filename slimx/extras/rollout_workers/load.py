@@ -31,7 +31,7 @@ ANSWER_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """CPU time in milliseconds: the driver's for each rollout, and a worker's for everything else."""
+    """CPU time in milliseconds, of the driver where it says so, else of a worker."""
 
     rollout: float
     """Time for each rollout: its hook, rewards and columns."""
@@ -44,9 +44,22 @@ class Costs:
     """Time for a million experts to which tokens were routed (tokens x layers x k)."""
     driver: float
     """Time of the driver for each rollout."""
+    driver_tokens: float
+    """Time of the driver for 1,000 tokens of rollouts."""
+    driver_routes: float
+    """Time of the driver for a million experts that are kept with rollouts."""
 
 
-COSTS = Costs(rollout=1.5, request=1.0, sent=0.1, sampled=2.0, routes=5.0, driver=0.1)
+COSTS = Costs(
+    rollout=0.43,
+    request=1.19,
+    sent=0.125,
+    sampled=0.87,
+    routes=16.2,
+    driver=0.19,
+    driver_tokens=0.15,
+    driver_routes=2.9,
+)
 """docs/benchmarks.md, rollouts on workers: 2-core Intel Xeon, 2026-12-01."""
 
 
@@ -59,8 +72,12 @@ class Traffic:
     sent: float
     """Tokens that the requests send."""
     sampled: float
+    kept: float
+    """Tokens of rollouts: prompts, answers and tool results, each once."""
     routes: float = 0.0
     """Experts that the engines return: those of every layer, for every token of a request."""
+    kept_routes: float = 0.0
+    """Experts of the tokens of rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +99,9 @@ def load_of(traffic: Traffic, costs: Costs = COSTS) -> Load:
     """Returns the load that `traffic` causes."""
     workers = traffic.rollouts * costs.rollout + traffic.requests * costs.request
     workers += (traffic.sent * costs.sent + traffic.sampled * costs.sampled) / 1e3 + traffic.routes * costs.routes / 1e6
-    return Load(driver=traffic.rollouts * costs.driver / 1e3, workers=workers / 1e3)
+    driver = traffic.rollouts * costs.driver + traffic.kept * costs.driver_tokens / 1e3
+    driver += traffic.kept_routes * costs.driver_routes / 1e6
+    return Load(driver=driver / 1e3, workers=workers / 1e3)
 
 
 def traffic_of(config: Config, spec: ModelSpec) -> Traffic | None:
@@ -113,12 +132,21 @@ def traffic_of(config: Config, spec: ModelSpec) -> Traffic | None:
     computed = batch * sequence_flops(spec.transformer, spec.vocab_size, spec.layer_kind)(1) / 3 / (ranks * gpu.flops)
     sampled = requests / max(STEP_S, read / EFFICIENCY, computed / EFFICIENCY)
     sent = sampled / answer * mean
-    routes = 0.0
+    rate = sampled / answer
+    kept = rate / turns * (prompt + (2 * turns - 1) * answer)
+    experts = 0.0
     if config.route_stride:
         shape = ModelShape.of(spec)
-        routes = (sent + sampled) * shape.layers * shape.top_k / config.route_stride
-    rate = sampled / answer
-    return Traffic(rollouts=rate / turns, requests=rate, sent=sent, sampled=sampled, routes=routes)
+        experts = shape.layers * shape.top_k / config.route_stride
+    return Traffic(
+        rollouts=rate / turns,
+        requests=rate,
+        sent=sent,
+        sampled=sampled,
+        kept=kept,
+        routes=experts * (sent + sampled),
+        kept_routes=experts * kept,
+    )
 
 
 def workers_for(config: Config) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from slimx.cluster.starting import worker_count
 from slimx.config.load import load_config
-from slimx.extras.rollout_workers.load import COSTS, TARGET, Load, Traffic, load_of
+from slimx.extras.rollout_workers.load import TARGET, Costs, Load, Traffic, load_of
 from tests.extras.planner.planning_stand import H100, RUN_30B, SHALLOW, lines_of
 
 AGENTS = (
@@ -28,10 +27,13 @@ def load_in(plan, *overrides):
 
 
 def test_the_load_is_the_traffic_times_the_measured_costs():
-    costs = replace(COSTS, rollout=2.0, request=1.0, sent=0.5, sampled=4.0, driver=0.1)
-    load = load_of(Traffic(rollouts=10, requests=100, sent=40_000, sampled=5_000), costs)
-    assert load.driver == pytest.approx(0.001)
-    assert load.workers == pytest.approx((10 * 2 + 100 * 1 + 40 * 0.5 + 5 * 4) / 1e3)
+    costs = Costs(rollout=2, request=1, sent=0.5, sampled=4, routes=3, driver=0.1, driver_tokens=0.2, driver_routes=0.3)
+    traffic = Traffic(
+        rollouts=10, requests=100, sent=40_000, sampled=5_000, kept=8_000, routes=2_000_000, kept_routes=1_000_000
+    )
+    load = load_of(traffic, costs)
+    assert load.driver == pytest.approx((10 * 0.1 + 8 * 0.2 + 1 * 0.3) / 1e3)
+    assert load.workers == pytest.approx((10 * 2 + 100 * 1 + 40 * 0.5 + 5 * 4 + 2 * 3) / 1e3)
 
 
 @pytest.mark.parametrize(("workers", "needed"), [(0.0, 1), (TARGET, 1), (TARGET + 0.01, 2), (12 * TARGET, 12)])
