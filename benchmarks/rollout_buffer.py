@@ -37,7 +37,8 @@ from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
+from slimx.rollout.flow.policy import PolicyClient
+from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
 
 PER_STEP = 625

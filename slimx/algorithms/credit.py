@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 
 from slimx.algorithms.advantages.group import mean, reward_of
@@ -59,6 +60,8 @@ def credited(groups: Sequence[Group], name: str) -> Sequence[Group]:
     credit = load_credit(name)
     out = []
     for group in groups:
-        pairs = zip(group.trajectories, credit(group), strict=True)
-        out.append(replace(group, trajectories=[replace(trajectory, reward=reward) for trajectory, reward in pairs]))
+        trajectories = [copy(trajectory) for trajectory in group.trajectories]
+        for trajectory, reward in zip(trajectories, credit(group), strict=True):
+            trajectory.reward = reward
+        out.append(replace(group, trajectories=trajectories))
     return out

@@ -71,7 +71,7 @@ def load_advantages(path: str) -> Advantages:
             )
         for trajectory, value in zip(trajectories, result, strict=True):
             array = np.asarray(value)
-            count = len(trajectory.token_ids) - 1
+            count = trajectory.length - 1
             if array.dtype.kind not in "fiu" or array.shape not in ((), (count,)) or not np.isfinite(array).all():
                 raise SlimxError(
                     f"algorithm.advantages: {path} returned {_kind(value)} for trajectory {trajectory.id}; return a "

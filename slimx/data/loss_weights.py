@@ -26,8 +26,21 @@ tokens belong; `loss_weights` describes the units."""
 def loss_weights(
     trajectories: Sequence[Trajectory], aggregation: Aggregation, *, length: int | None = None
 ) -> list[np.ndarray]:
-    """Returns the loss weight of every predicted token of an update, float32 [L-1] per trajectory; 0 at untrained
-    tokens.
+    """Returns the loss weight of every predicted token of an update, float32 [L-1] per trajectory: `trained_weights`
+    at trained tokens, 0 at others."""
+    weights = trained_weights(trajectories, aggregation, length=length)
+    return [spread(trajectory, weight) for trajectory, weight in zip(trajectories, weights, strict=True)]
+
+
+def spread(trajectory: Trajectory, weight: float) -> np.ndarray:
+    """Returns `weight` at each trained token of the predicted tokens, and 0 at others, float32 [L-1]."""
+    return (trajectory.loss_mask[1:] > 0) * np.float32(weight)
+
+
+def trained_weights(
+    trajectories: Sequence[Trajectory], aggregation: Aggregation, *, length: int | None = None
+) -> list[float]:
+    """Returns the loss weight of the trained tokens of each trajectory of an update.
 
     With u the number of units with trained tokens and n_i the number of trained tokens of unit i, a trained token of
     unit i has the weight 1 / (u * n_i), and all weights sum to 1. The units are:
@@ -44,11 +57,10 @@ def loss_weights(
     the update has no trained token.
     """
     unit_of = UNITS[aggregation]
-    masks = [t.loss_mask[1:].astype(np.float64) for t in trajectories]
-    trained: dict[Hashable, float] = {}
-    for trajectory, mask in zip(trajectories, masks, strict=True):
+    trained: dict[Hashable, int] = {}
+    for trajectory in trajectories:
         unit = unit_of(trajectory)
-        trained[unit] = trained.get(unit, 0.0) + mask.sum()
+        trained[unit] = trained.get(unit, 0) + trajectory.trained_tokens
     units = sum(1 for tokens in trained.values() if tokens)
     if not units:
         raise SlimxError(
@@ -58,13 +70,13 @@ def loss_weights(
             about="loss_mask",
         )
     weights = []
-    for trajectory, mask in zip(trajectories, masks, strict=True):
-        denominator: float = units
+    for trajectory in trajectories:
+        denominator = units
         if aggregation == "constant":
             if length is None:
                 raise ValueError("aggregation 'constant' requires `length`")
             denominator = units * length
         elif aggregation != "sum":
-            denominator = units * max(trained[unit_of(trajectory)], 1.0)
-        weights.append((mask / denominator).astype(np.float32))
+            denominator = units * max(trained[unit_of(trajectory)], 1)
+        weights.append(1 / denominator)
     return weights

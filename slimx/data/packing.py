@@ -4,8 +4,9 @@ context-parallel rank processes."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from itertools import chain, zip_longest
 from math import lcm
 from typing import Any
 
@@ -13,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from slimx.data.balance import balance, greedy_with_room, total
-from slimx.data.batch import MicroBatch, TrainBatch, TrainingRow
+from slimx.data.batch import LazyRow, MicroBatch, TrainBatch, TrainingRow
 from slimx.data.columns import COLUMNS
+from slimx.data.lazy import Lazy, held
 from slimx.data.sampling_support import Support
+from slimx.data.stored import fetch
 from slimx.errors import SlimxError
 
 Split = list[list[list[int]]]
@@ -78,7 +81,6 @@ def pack(
     return TrainBatch(
         shards=lay_out(rows, split, multiple_of=multiple_of, sequence_multiple=sequence_multiple),
         tokens=sum(len(row) for row in rows),
-        trained_tokens=int(sum((row.weight > 0).sum() for row in rows)),
         imbalance=slowdown(split, costs, lockstep=lockstep) - 1,
     )
 
@@ -136,10 +138,75 @@ def slowdown(split: Split, costs: Sequence[float], *, lockstep: bool) -> float:
 def lay_out(
     rows: Sequence[TrainingRow], split: Split, *, multiple_of: int = 1, sequence_multiple: int = 1
 ) -> list[list[MicroBatch]]:
-    """Packs the rows of each micro-batch of `split`, and returns the micro-batches of each rank. `multiple_of`,
-    `sequence_multiple`: multiples to which micro-batches and rows are padded, as in `pack`."""
+    """Returns the micro-batches of each rank of `split`. `multiple_of`, `sequence_multiple`: multiples to which
+    micro-batches and rows are padded, as in `pack`."""
     multiple_of = lcm(multiple_of, sequence_multiple)
-    return [[_pack_rows(rows, part, multiple_of, sequence_multiple) for part in parts] for parts in split]
+
+    def planned(part: list[int]) -> MicroBatch:
+        lengths = [padded(len(rows[index]), sequence_multiple) for index in part]
+        # Without rows, the micro-batch consists of `multiple_of` padding positions.
+        tail = -sum(lengths) % multiple_of if part else multiple_of
+        if tail:
+            lengths.append(tail)
+        members = [rows[index] for index in part]
+        return LazyMicroBatch.holding(
+            {"lengths": lengths, "rows": part, "members": members, "example": rows[part[0] if part else 0]}
+        )
+
+    return [[planned(part) for part in parts] for parts in split]
+
+
+class LazyMicroBatch(Lazy, MicroBatch):
+    """Micro-batch whose arrays are laid out when one of them is first read, on the ranks that train on it."""
+
+    __slots__ = ("computed", "example", "members", "names")
+    complete = MicroBatch
+    members: list[TrainingRow]
+    """Rows of the micro-batch."""
+    example: TrainingRow
+    """A row of the update, which has the same columns; of `members` if there are any."""
+
+    def compute(self) -> MicroBatch:
+        rows = [copy(row) for row in self.members]  # copies, whose columns are freed with them
+        lengths = self.lengths
+
+        def joined(
+            parts: Sequence[np.ndarray], dtype: npt.DTypeLike, pad: float = 0, shape: tuple[int, ...] = ()
+        ) -> np.ndarray:
+            """Concatenates `parts`, one array per row, with the value `pad` at padding positions. `shape`: shape of one
+            position's entry, used if `parts` is empty."""
+            shape = parts[0].shape[1:] if parts else shape
+            out = np.full((sum(lengths), *shape), pad, dtype)
+            start = 0
+            for part, length in zip(parts, lengths, strict=False):  # the micro-batch's own padding has no part
+                out[start : start + len(part)] = part
+                start += length
+            return out
+
+        layers = list(self.route_layers or ()) if "route_layers" in held(self) else slice(None)
+        routes, routed = _joined_routes(rows, joined, layers)
+        arrays: dict[str, Any] = {}  # by field
+        for name, column in COLUMNS.items():
+            first = getattr(rows[0] if rows else self.example, name)
+            if first is not None:
+                parts = [getattr(row, name) for row in rows]
+                arrays[name] = joined(parts, column.dtype, column.fill, shape=first.shape[1:])
+        return MicroBatch(
+            **arrays,
+            lengths=lengths,
+            padding=joined([np.zeros(len(row), bool) for row in rows], bool, True),
+            routed_experts=routes,
+            routed=routed,
+            rows=self.rows,
+            images=[row.images for row in rows] if any(row.images for row in rows) else None,
+            support=_joined_support(rows, lengths),
+        )
+
+
+def fetch_rows(batches: Iterable[MicroBatch]) -> None:
+    """Loads the columns of all stored trajectories in `batches` at once."""
+    rows = chain.from_iterable(batch.members for batch in batches if isinstance(batch, LazyMicroBatch))
+    fetch(row.trajectory for row in rows if isinstance(row, LazyRow))
 
 
 def best_fit(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -183,56 +250,11 @@ def padded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _pack_rows(
-    all_rows: Sequence[TrainingRow], indices: list[int], multiple_of: int, sequence_multiple: int
-) -> MicroBatch:
-    """Packs the rows of `all_rows` at `indices` into a micro-batch. If `indices` is empty, the micro-batch consists of
-    `multiple_of` padding positions."""
-    rows = [all_rows[index] for index in indices]
-    lengths = [padded(len(row), sequence_multiple) for row in rows]
-    tail = -sum(lengths) % multiple_of
-    if not rows:
-        tail = multiple_of
-    if tail:
-        lengths.append(tail)
-
-    def joined(
-        parts: Sequence[np.ndarray], dtype: npt.DTypeLike, pad: float = 0, shape: tuple[int, ...] = ()
-    ) -> np.ndarray:
-        """Concatenates `parts`, one array per row, with the value `pad` at padding positions. `shape`: shape of one
-        position's entry, used if `parts` is empty."""
-        shape = parts[0].shape[1:] if parts else shape
-        out = np.full((sum(lengths), *shape), pad, dtype)
-        start = 0
-        for part, length in zip(parts, lengths, strict=False):  # the micro-batch's own padding has no part
-            out[start : start + len(part)] = part
-            start += length
-        return out
-
-    routes, routed = _joined_routes(rows, joined)
-    arrays: dict[str, Any] = {}  # by field
-    for name, column in COLUMNS.items():
-        first = getattr(all_rows[0], name)
-        if first is not None:
-            parts = [getattr(row, name) for row in rows]
-            arrays[name] = joined(parts, column.dtype, column.fill, shape=first.shape[1:])
-    return MicroBatch(
-        **arrays,
-        lengths=lengths,
-        padding=joined([np.zeros(len(row), bool) for row in rows], bool, True),
-        routed_experts=routes,
-        routed=routed,
-        rows=indices,
-        images=[row.images for row in rows] if any(row.images for row in rows) else None,
-        support=_joined_support(rows, lengths),
-    )
-
-
 def _joined_routes(
-    rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray]
+    rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray], layers: slice | list[int]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Returns `routed_experts` and `routed` of the micro-batch that consists of `rows` (see `MicroBatch`). `joined`:
-    concatenates one array per row, with padding."""
+    concatenates one array per row, with padding. `layers`: indices of the layers whose routes are taken."""
     known = [row.routed_experts for row in rows if row.routed_experts is not None]
     if not known:
         return None, None
@@ -250,7 +272,7 @@ def _joined_routes(
     routed = []
     for row in rows:
         routes = row.routed_experts
-        parts.append(np.zeros((len(row), *shape), dtype) if routes is None else routes)
+        parts.append((np.zeros((len(row), *shape), dtype) if routes is None else routes)[:, layers])
         routed.append(np.full(len(row), routes is not None))
     if len(known) == len(rows):
         return joined(parts, dtype), None

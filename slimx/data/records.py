@@ -6,6 +6,7 @@ number of tokens of a trajectory, including the prompt.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -171,9 +172,36 @@ class Trajectory:
             )
 
     @property
+    def length(self) -> int:
+        """Number of tokens, including the prompt's."""
+        return len(self.token_ids)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(span.stop - span.start for span in self._sampled())
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of trained tokens, without the first token, which is not predicted."""
+        return int(np.count_nonzero(self.loss_mask[1:]))
+
+    @property
+    def turn_count(self) -> int:
+        """Number of turns in which tokens were sampled."""
+        return len({span.turn for span in self._sampled()})
+
+    @property
     def oldest_version(self) -> int | None:
         """Version of the oldest weights that sampled a token; None if nothing was sampled."""
         return min((span.version for span in self.spans if span.version is not None), default=None)
+
+    @property
+    def mixed(self) -> bool:
+        """True if more than one version of the weights sampled tokens."""
+        return len({span.version for span in self._sampled()}) > 1
+
+    def _sampled(self) -> list[Span]:
+        return [span for span in self.spans if span.source == "sampled"]
 
     def versions(self) -> np.ndarray:
         """Returns the version of the weights that sampled each token, int64 [L]; -1 at tokens that were not sampled."""
@@ -184,19 +212,25 @@ class Trajectory:
         return out
 
     def newest_only(self) -> Trajectory:
-        """Returns a copy whose loss mask excludes tokens sampled by weights older than the trajectory's newest version.
-        Trained tokens that were not sampled remain in the mask."""
+        """Returns a copy whose loss mask excludes tokens sampled by weights older than the trajectory's newest version,
+        or the trajectory itself if there are none. Trained tokens that were not sampled remain in the mask."""
+        if not self.mixed:
+            return self
         versions = self.versions()
         stale = (versions >= 0) & (versions < versions.max(initial=-1))
         return replace(self, loss_mask=np.where(stale, 0, self.loss_mask).astype(np.uint8))
 
+    def bare(self) -> Trajectory:
+        """Returns a copy with only what a trainer rank needs of the trajectory."""
+        bare = copy(self)
+        bare.metadata = bare.metrics = bare.timings = {}
+        return bare
+
     def sampled_ids(self) -> np.ndarray:
         """Returns the ids of the sampled tokens in order, int32."""
-        parts = [self.token_ids[:0]]
-        for span in self.spans:
-            if span.source == "sampled":
-                parts.append(self.token_ids[span.start : span.stop])
-        return np.concatenate(parts)
+        return np.concatenate(
+            [self.token_ids[:0], *(self.token_ids[span.start : span.stop] for span in self._sampled())]
+        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,15 +1,12 @@
-"""Routed experts of trajectories: checks before a trainer replays the routing, and selection of a pipeline stage's
-layers."""
+"""Checks of the routed experts of trajectories before a trainer replays the routing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
 
 import numpy as np
 
-from slimx.data.batch import MicroBatch
 from slimx.data.records import Trajectory
 from slimx.errors import SlimxError
 
@@ -80,22 +77,3 @@ def _check_ids(name: str, routes: np.ndarray, shape: RouteShape) -> None:
             code=code,
             about=name,
         )
-
-
-def for_stage(shard: Sequence[object], layers: Sequence[int]) -> list[object]:
-    """Returns a data-parallel rank's micro-batches with `routed_experts` reduced to `layers`, the global indices of a
-    pipeline stage's MoE layers. `shard`: micro-batches, or lists of micro-batches, one list per update."""
-    parts: list[object] = []
-    for part in shard:
-        if isinstance(part, MicroBatch):
-            parts.append(_cut(part, layers))
-        else:
-            parts.append(for_stage(cast(Sequence[object], part), layers))
-    return parts
-
-
-def _cut(batch: MicroBatch, layers: Sequence[int]) -> MicroBatch:
-    if batch.routed_experts is None:
-        return batch
-    routes = np.ascontiguousarray(batch.routed_experts[:, list(layers)])
-    return replace(batch, routed_experts=routes, route_layers=tuple(layers))

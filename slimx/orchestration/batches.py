@@ -16,7 +16,7 @@ import numpy as np
 from slimx.algorithms.learner import learner_of
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch, TrainingRow, make_rows
-from slimx.data.loss_weights import loss_weights
+from slimx.data.loss_weights import trained_weights
 from slimx.data.packing import pack
 from slimx.data.records import Group, Trajectory
 from slimx.layout.ranks import Sizes
@@ -79,7 +79,7 @@ def make_update_rows(
     values = iter(advantages(groups))
     for part in split_groups(groups, config.schedule.updates_per_step):
         trajectories = trajectories_of(part)
-        weights = loss_weights(
+        weights = trained_weights(
             trajectories, config.algorithm.aggregation, length=config.rollout.sampling.max_new_tokens
         )
         updates.append(make_rows(trajectories, list(islice(values, len(trajectories))), weights, config.algorithm))
@@ -104,10 +104,10 @@ def split_groups(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]
 def batch_metrics(updates: Sequence[TrainBatch]) -> dict[str, float]:
     """Returns the number of micro-batches of a step, the fraction of positions that are padding, and the mean imbalance
     of the updates: the relative time lost by waiting for the slowest data-parallel rank."""
-    packed = list(chain.from_iterable(chain.from_iterable(update.shards for update in updates)))
-    positions = sum(len(batch.tokens) for batch in packed)
+    batches = chain.from_iterable(chain.from_iterable(update.shards for update in updates))
+    positions = sum(sum(batch.lengths) for batch in batches)
     return {
         "batch/microbatches": float(sum(len(update.shards[0]) for update in updates)),
-        "batch/padding": float(sum(batch.padding.sum() for batch in packed)) / positions,
+        "batch/padding": (positions - sum(update.tokens for update in updates)) / positions,
         "batch/imbalance": sum(update.imbalance for update in updates) / len(updates),
     }

@@ -17,7 +17,6 @@ from slimx.config.schema import Config
 from slimx.config.sections.policies import prefix_of
 from slimx.data.batch import TrainingRow
 from slimx.data.records import Group
-from slimx.data.routes import RouteShape, check_routes
 from slimx.engines.fleet.group import EngineGroup
 from slimx.errors import SlimxError, counted
 from slimx.layout.ranks import Sizes
@@ -42,9 +41,6 @@ class TrainedPolicy:
     publications: Publications
     packer: Packer
     sizes: Sizes
-    routes: RouteShape | None
-    """Shape of the expert routes that the trainers replay from the engines: layers, experts, experts per token; None if
-    routes are not replayed."""
 
     def select(self, groups: Sequence[Group]) -> list[Group]:
         """Returns copies of `groups` with only the trajectories of this policy."""
@@ -64,8 +60,6 @@ class TrainedPolicy:
                 code="policies.idle",
                 about=self.name,
             )
-        if self.routes is not None:
-            check_routes(trajectories_of(groups), self.routes)
         return make_update_rows(self.config, groups, partial(all_advantages, self.config.algorithm))
 
     def named(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -35,7 +35,6 @@ from slimx.orchestration.start.prompts import make_source
 from slimx.orchestration.state.checkpoints import Checkpointer
 from slimx.orchestration.state.recording import Records
 from slimx.orchestration.state.saves import RunState, Saves
-from slimx.preflight.facts import route_shape
 from slimx.rollout.flow.manager import RolloutManager
 from slimx.rollout.flow.replay import Replay
 from slimx.rollout.flow.rollouts import GroupMaker
@@ -105,9 +104,6 @@ class Run:
     ) -> TrainedPolicy:
         config = prepared.config
         engines = service.engines_of(name)
-        routes = None
-        if config.trainer.moe.routing_replay == "R3":
-            routes = route_shape(prepared.spec)
         publications = Publications()
         if engines is not None:
             publications = EnginePublications(
@@ -122,7 +118,6 @@ class Run:
             publications=publications,
             packer=make_packer(config, prepared.spec, prepared.sizes),
             sizes=prepared.sizes,
-            routes=routes,
         )
 
     def _make_rollouts(

@@ -21,6 +21,8 @@ import torch
 from slimx import entry_points
 from slimx.algorithms.learner import learner_of
 from slimx.config.schema import Config
+from slimx.data.batch import micro_batches
+from slimx.data.packing import fetch_rows
 from slimx.errors import SlimxError
 from slimx.layout.ranks import sizes_of
 from slimx.models.families import configured_model
@@ -105,12 +107,17 @@ class TrainerRank:
             self._role(name)
 
     def perform(self, name: str, /, *arguments: object, **named: object) -> object:
-        """Runs the operation `name` ("role.method") and returns its result. First reloads the parts of the model that
-        the operation needs on the device (see `Operation`), and before training checks the free GPU memory."""
+        """Runs the operation `name` ("role.method") and returns its result. First loads the columns of the rows in
+        `arguments`, reloads the parts of the model that the operation needs on the device (see `Operation`), and before
+        training checks the free GPU memory."""
         role_name, _, method = name.partition(".")
         role = None if role_name == "rank" else self._role(role_name)
         function = getattr(self if role is None else role, method)
         conditions: Operation = function.operation
+        batches = list(micro_batches(arguments))
+        fetch_rows(batches)
+        if isinstance(role, PolicyTrainer):
+            role.routing.receive(batches)
         with nullcontext() if conditions.phase is None else self._memory.phase(conditions.phase):
             if conditions.needs is not None and role is not None:
                 role.reload(training=conditions.needs == "training")

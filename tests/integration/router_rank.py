@@ -15,9 +15,7 @@ import numpy as np
 from slimx.config.schema import Config
 from slimx.data.batch import MicroBatch, make_rows
 from slimx.data.loss_weights import loss_weights
-from slimx.data.routes import for_stage
 from slimx.data.saved.codec import load_groups
-from slimx.layout.ranks import stage_layers
 from slimx.orchestration.batches import make_packer
 from tests.integration.gathering import write_tensors
 from tests.integration.rank_start import join, leave
@@ -57,8 +55,7 @@ def run(job: dict[str, Any], case: dict[str, Any], parallel: Any) -> None:
     trajectories = group.trajectories
     rows = make_rows(trajectories, [1.0] * len(trajectories), loss_weights(trajectories, "token"))
     shard = make_packer(settings, spec, sizes)(rows).shards[parallel.coordinates.data]
-    # As the orchestrator does.
-    shard = for_stage(shard, stage_layers(sizes, spec.table.layers)[parallel.coordinates.pipeline])
+    trainer.routing.receive(shard)  # as `TrainerRank.perform` does
     if case["later"]:
         move_before_the_update(trainer, case["later"])
     metrics = trainer.train_step(shard, step=0, version=0)

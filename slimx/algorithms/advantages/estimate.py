@@ -85,7 +85,7 @@ def group_advantages(algorithm: Algorithm, group: Group) -> list[float]:
         case "rloo":
             values = rloo(rewards)
         case "opo":
-            values = opo(rewards, [_trained_tokens(members) for members in rollouts.values()])
+            values = opo(rewards, [sum(item.trained_tokens for item in members) for members in rollouts.values()])
         case "remax":
             if group.baseline is None:
                 raise SlimxError(
@@ -155,10 +155,6 @@ def by_rollout(group: Group) -> dict[str, list[Trajectory]]:
 def rollout_rewards(rollouts: Mapping[str, Sequence[Trajectory]]) -> list[float]:
     """Returns the reward of each rollout: the mean of its trajectories' rewards."""
     return [mean([reward_of(trajectory) for trajectory in members]) for members in rollouts.values()]
-
-
-def _trained_tokens(trajectories: Sequence[Trajectory]) -> int:
-    return sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
 
 
 def _parts(rollouts: Mapping[str, Sequence[Trajectory]]) -> dict[str, list[float]]:

@@ -180,7 +180,7 @@ def describe(step: int, version: int, groups: Sequence[Group], dropped: Mapping[
         oldest = trajectory.oldest_version
         if oldest is not None:
             versions.append(oldest)
-        sampled_tokens += len(trajectory.sampled_ids())
+        sampled_tokens += trajectory.sampled_tokens
         if trajectory.status == "truncated":
             truncated += 1
     return About(

@@ -42,7 +42,7 @@ class TrainedTokens:
     def of_row(cls, row: TrainingRow, logprobs: np.ndarray, other_experts: np.ndarray) -> TrainedTokens:
         """Creates the values of a trajectory's tokens from its `row`, `logprobs` and `other_experts`, which contain L -
         1 entries because the first token is not predicted: entry t belongs to token t + 1."""
-        by_token = None if row.routed_experts is None else np.concatenate([[False], other_experts])
+        by_token = np.concatenate([[False], other_experts]) if row.routed else None
         return cls(logprobs=_after_nan(logprobs), advantages=_after_nan(row.advantages), other_experts=by_token)
 
 

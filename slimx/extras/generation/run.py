@@ -153,5 +153,5 @@ def _save(saves: Saves, state: RunState) -> None:
 
 
 def _metrics(batch: Batch, seconds: float, passing: float) -> dict[str, float]:
-    sampled = sum(len(trajectory.sampled_ids()) for trajectory in trajectories_of(batch.groups))
+    sampled = sum(trajectory.sampled_tokens for trajectory in trajectories_of(batch.groups))
     return group_metrics(batch, passing) | {"time/step": seconds, "perf/tokens_per_second": sampled / seconds}

@@ -4,13 +4,16 @@ state of lost trainers in new ones."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from slimx.data.batch import MicroBatch, TrainBatch
+from slimx.data.batch import MicroBatch, TrainBatch, TrainingRow
+from slimx.data.lazy import held
+from slimx.data.records import Trajectory
+from slimx.data.sampling_support import Support
 from slimx.errors import SlimxError
 
 CLOSE = 1e-2
@@ -32,8 +35,8 @@ class TrainedStep:
 
     @property
     def nbytes(self) -> int:
-        """Size of the arrays in the step's batches, in bytes."""
-        return sum(_nbytes(batch) for update in self.updates for shard in update.shards for batch in shard)
+        """Size of the arrays in the step's batches, in bytes, without those in Ray's object store."""
+        return _nbytes([update.shards for update in self.updates])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,12 @@ def _same(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
-def _nbytes(batch: MicroBatch) -> int:
-    values: Iterable[object] = (getattr(batch, field.name) for field in fields(batch))
-    return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+def _nbytes(value: object) -> int:
+    """Returns the size of the arrays in a record, or in nested lists of records, without making any column."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, list):
+        return sum(map(_nbytes, value))
+    if isinstance(value, MicroBatch | TrainingRow | Trajectory | Support):
+        return sum(_nbytes(part) for name, part in held(value).items() if name != "example")  # one of the members
+    return 0

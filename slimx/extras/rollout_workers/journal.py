@@ -8,7 +8,7 @@ these groups alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -32,8 +32,8 @@ _HEAD = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A completion of a rollout, or the trajectories of a complete rollout. An entry with neither is the first of its
-    group: earlier ones, of a group that was cancelled and begins anew, do not count."""
+    """A completion of a rollout, or the trajectories of a complete rollout. An entry with neither begins or ends its
+    group: entries before it do not count."""
 
     group: str
     index: int = 0
@@ -47,14 +47,16 @@ class Entry:
 class JournalFile:
     """The journal of one worker, open for appending."""
 
-    def __init__(self, path: Path):
-        """Creates an empty file at `path`, in place of an earlier one."""
+    def __init__(self, path: Path, saved: Mapping[str, list[SavedRollout]]):
+        """Creates a file at `path`, in place of an earlier one. `saved`: progress of the groups in the earlier file."""
         self.path = path
         self._groups: dict[str, JournaledProgress] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = path.open("wb", buffering=0)
         self._size = 0
         self._limit: float = SMALL
+        for group, rollouts in saved.items():
+            self.progress(group, rollouts)
 
     def progress(self, group: str, saved: list[SavedRollout]) -> JournaledProgress:
         """Returns the progress of a group that continues from `saved`."""
@@ -65,10 +67,10 @@ class JournalFile:
         return progress
 
     def forget(self, group: str, progress: GroupProgress | None) -> None:
-        """Removes `progress` of a finished or cancelled group, whose entries leave the file when this is written
-        again."""
+        """Removes `progress` of a finished or cancelled group."""
         if progress is not None and self._groups.get(group) is progress:  # the group may have begun anew
             del self._groups[group]
+            self.append(Entry(group=group))
 
     def append(self, entry: Entry) -> None:
         data = encode(entry)

@@ -13,10 +13,9 @@ from slimx.engines.outage import Outage, Outages
 from slimx.extras.rollout_workers.messages import Setup
 from slimx.extras.served_models.teacher import make_scorer
 from slimx.models.families import configured_model
-from slimx.orchestration.engines.service import make_agent_server, policy_client
-from slimx.orchestration.start.prepare import ServedPolicy
 from slimx.orchestration.start.prompts import run_tokenizer
-from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
+from slimx.rollout.flow.policy import PolicyClient, make_agent_server, policy_client
+from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
 
 
@@ -33,13 +32,12 @@ async def make_maker(
     import_transformers()
     policies: dict[str, PolicyClient] = {}
     for name, view in config.by_policy.items():
-        policy = ServedPolicy(config=view, spec=configured_model(view), tokenizer=run_tokenizer(view))
         endpoint = setup.endpoints.get(name)
         client = None
         if endpoint is not None:
             client = endpoint.client(config.rollout, partial(lost, name), outages[name])
             await stack.enter_async_context(client)
-        policies[name] = policy_client(policy, client, stack)
+        policies[name] = policy_client(view, configured_model(view), run_tokenizer(view), client, stack)
     proxy = make_agent_server(config.rollout.proxy, setup.context)
     stack.push_async_callback(proxy.stop)
     actor = config.by_policy[ACTOR]

@@ -22,7 +22,7 @@ from slimx.data.records import Group
 from slimx.data.saved.codec import decode
 from slimx.errors import PartLost, SlimxError, counted, duration, first_line
 from slimx.extras.rollout_workers.messages import Health, Job, Loss, Report, Setup, State
-from slimx.extras.rollout_workers.worker import RolloutWorker
+from slimx.extras.rollout_workers.worker import LOOK, RolloutWorker
 from slimx.json_types import Json
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
 from slimx.rollout.flow.rollouts import GroupOutcome
@@ -30,14 +30,15 @@ from slimx.runtime.logs import begin_log
 from slimx.runtime.tasks import cancelled, in_thread
 
 LOOK_S = 5.0
-"""Seconds between two looks at a worker's state."""
+"""Maximum number of seconds between two looks at a worker's state."""
 CALLS = 1000
 """Maximum number of calls that a worker executes at once; those that wait for something occupy their place."""
 AGAIN_S = 1.0
 """Seconds before a call that failed is repeated, within which the loss of the worker is noticed."""
 MAX_LOSSES = 3
-"""Number of times that a worker may be lost in a row without finishing a group, and that a group may lose its worker.
-A group whose hook blocks the worker is the only one that loses it."""
+"""Number of times that a group may lose its worker, and that a worker may be lost in a row without finishing a group.
+Only the last of these losses decides: groups that have lost their worker once less are generated one at a time, so that
+the one that is the cause is known."""
 BLOCKED = "workers.blocked"
 """Code of the error about a blocked worker."""
 LOST = "worker lost"
@@ -59,7 +60,10 @@ class OpenJob:
     progress: GroupProgress
     outcome: asyncio.Future[GroupOutcome]
     losses: int = 0
-    """Number of times that its worker was lost."""
+    """Number of times that its worker was lost while it worked on the job, or, if the cause is known, because of the
+    job."""
+    sent: bool = False
+    """True if the worker has the job."""
 
 
 class Member:
@@ -88,8 +92,8 @@ class Member:
         """Number of training requests in flight, by the worker's last report."""
         self.retried: dict[str, int] = {}
         self.log = log_dir / f"rollout-worker-{number}.log"
-        self.node: str | None = None
-        """Ray node id of the worker."""
+        self.started: Json = {}
+        """Process id, machine and Ray node id of the worker, from its last start."""
         self.error: SlimxError | None = None
         """Reason why the worker cannot be replaced; None while it can."""
         self.patience_s = config.rollout.worker_deadline
@@ -101,8 +105,8 @@ class Member:
         self._note = note
         self._record = record
         self._look = look
-        self._submitted: list[Job] = []
-        """Jobs to send at the end of the event loop's current iteration, in one call."""
+        self._flushing = False
+        """True if `_flush` is called at the end of the event loop's current iteration."""
         self._ready = asyncio.Event()
         self._losses = 0
         self._watch: asyncio.Task[None] | None = None
@@ -111,8 +115,9 @@ class Member:
 
     def _create(self) -> Actor:
         begin_log(self.log)
-        remote: Actor = ray.remote(concurrency_groups={"look": 1})(RolloutWorker)  # type: ignore[call-overload]
-        options = resources(self._config.rollout.worker_resources, self.node)
+        # The annotations of Ray 2.60 lack the option.
+        remote: Actor = ray.remote(concurrency_groups={LOOK: 1})(RolloutWorker)  # type: ignore[call-overload]
+        options = resources(self._config.rollout.worker_resources, self.started.get("node"))
         actor = remote.options(max_concurrency=CALLS, **options)
         return actor.remote(self.number, self._config.model_dump(mode="json"), str(self.log))
 
@@ -123,8 +128,7 @@ class Member:
 
     async def _begin(self) -> None:
         state = self._state()
-        started = await self.call("start", "the startup", self._setup, state, deadline_s=self._deadline_s)
-        self.node = started["node"]
+        self.started = await self.call("start", "the startup", self._setup, state, deadline_s=self._deadline_s)
         while state != self._state():  # it has changed during the startup
             state = self._state()
             await self.call("follow", "the current state", state)
@@ -162,8 +166,10 @@ class Member:
         """Makes the worker generate the group of `job`, and returns the outcome. `progress`: receives the number of
         complete rollouts."""
         open_job = OpenJob(job, progress, asyncio.get_running_loop().create_future())
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
         self.jobs[job.serial] = open_job
-        self._submit(job)
         try:
             return await open_job.outcome
         except asyncio.CancelledError:
@@ -172,16 +178,21 @@ class Member:
         finally:
             del self.jobs[job.serial]
 
-    def _submit(self, job: Job) -> None:
-        if not self._submitted:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._submitted.append(job)
-
     def _flush(self) -> None:
-        jobs = [job for job in self._submitted if job.serial in self.jobs]
-        self._submitted = []
-        if jobs:  # a worker that is being replaced gets all jobs when it has started
-            self.tell("submit", jobs)
+        """Sends the jobs that the worker does not have, in one call. Suspects are sent one at a time, and before all
+        others."""
+        self._flushing = False
+        if not self._ready.is_set() or self.error is not None:
+            return
+        unfinished = [open_job for open_job in self.jobs.values() if not open_job.outcome.done()]
+        waiting = [open_job for open_job in unfinished if not open_job.sent]
+        suspects = [open_job for open_job in unfinished if open_job.losses == MAX_LOSSES - 1]
+        if suspects:
+            waiting = suspects[:1] if len(waiting) == len(unfinished) else []
+        for open_job in waiting:
+            open_job.sent = True
+        if waiting:
+            self.tell("submit", [open_job.job for open_job in waiting])
 
     async def collect(self) -> None:
         """Copies the progress of all unfinished training jobs from the worker."""
@@ -226,7 +237,7 @@ class Member:
         """Returns when the worker does not respond, or when its state requires that it is replaced."""
         options = self._config.rollout
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(min(LOOK_S, self.patience_s / 2))
             try:
                 health: Health = await self.call("look", "a sign of life")
             except SlimxError as error:
@@ -278,6 +289,7 @@ class Member:
                     open_job.outcome.set_exception(done.error)
                 else:
                     open_job.outcome.set_result(GroupOutcome(decode(Group, data.tobytes()), done.reason, done.detail))
+        self._flush()
 
     async def _answer(self, loss: Loss) -> None:
         await self._look(loss.policy)
@@ -291,11 +303,14 @@ class Member:
         await kill([self.actor])
         jobs = counted(len(self.jobs), "unfinished group")
         self._note(f"{first_line(reason)}; {self.name} is replaced, and its {jobs} continue")
-        for open_job in list(self.jobs.values()):
+        for open_job in self.jobs.values():
             job = open_job.job
-            if reason.code != BLOCKED or job.group_id == reason.about:
+            if open_job.sent and (reason.code != BLOCKED or job.group_id == reason.about):
                 open_job.losses += 1
-            if open_job.losses >= MAX_LOSSES and not open_job.outcome.done():
+            open_job.sent = False
+            open_job.job = replace(job, again=True)
+            if open_job.losses == MAX_LOSSES and not open_job.outcome.done():
+                self._losses = 0
                 group = Group(id=job.group_id, prompt=job.prompt, trajectories=[])
                 detail = f"its rollout worker was lost {open_job.losses} times: {first_line(reason)}"
                 open_job.outcome.set_result(GroupOutcome(group, LOST, detail))
@@ -318,7 +333,7 @@ class Member:
                 if not open_job.outcome.done():
                     open_job.outcome.set_exception(Lost(problem))
             return
-        self.tell("submit", [replace(open_job.job, again=True) for open_job in self.jobs.values()])
+        self._flush()
 
 
 def resources(options: WorkerResources, node: str | None) -> Json:

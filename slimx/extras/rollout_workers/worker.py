@@ -47,6 +47,8 @@ BEAT_S = 0.5
 """Seconds between two signs of life of the event loop."""
 STOP_S = 5.0
 """Seconds that cancelled jobs have to end."""
+LOOK = "look"
+"""Concurrency group of Ray, a thread of its own, in which `look` runs."""
 GROUP: ContextVar[str | None] = ContextVar("slimx_group", default=None)
 """Id of the group that the current task generates."""
 
@@ -88,7 +90,7 @@ class RolloutWorker:
         self._thread = threading.get_ident()
         path = Path(setup.journal)
         self._saved = read_journal(path)
-        self._journal = JournalFile(path)
+        self._journal = JournalFile(path, self._saved)
         self._outages = {policy: Outage() for policy in setup.endpoints}
         self.maker = await make_maker(self.config, setup, self._outages, self._lost, self._stack)
         await self.maker.gate.close(_nothing, 0.0)
@@ -115,7 +117,7 @@ class RolloutWorker:
         self._beat = self._loop.time()
         self._loop.call_later(BEAT_S, self._live)
 
-    @ray.method(concurrency_group="look")
+    @ray.method(concurrency_group=LOOK)
     async def look(self) -> Health:
         """Returns the state of the process. Runs in a thread of its own, which responds while a hook blocks the event
         loop."""

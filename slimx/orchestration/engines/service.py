@@ -26,8 +26,6 @@ from slimx.cluster.starting import worker_count
 from slimx.cluster.waiting import gather
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
-from slimx.config.sections.rollout import Proxy
-from slimx.data.chat.tokens import PromptIds
 from slimx.engines.fleet.group import EngineGroup, follow, note_restarts
 from slimx.engines.fleet.handle import EngineHandle
 from slimx.engines.outage import Outages
@@ -35,11 +33,12 @@ from slimx.errors import SlimxError
 from slimx.orchestration.lifetime.hangs import keep_stacks
 from slimx.orchestration.lifetime.lifetime import stopping
 from slimx.orchestration.ranks.group import RankGroup
-from slimx.orchestration.start.prepare import ServedPolicy, Sources
+from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.packed import PUBLISHER
 from slimx.rollout.client.generation import Endpoint, GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient, Score
+from slimx.rollout.flow.policy import make_agent_server, policy_client
+from slimx.rollout.flow.rollouts import GroupMaker, Score
 from slimx.rollout.hooks import AgentServer
 from slimx.runtime.tasks import while_served
 
@@ -240,7 +239,8 @@ class EngineService:
         """Returns a maker of class `kind` for the engines of `served`."""
         policies = {}
         for name, policy in self.sources.policies.items():
-            policies[name] = policy_client(policy, served.clients.get(name), self._stack)
+            client = served.clients.get(name)
+            policies[name] = policy_client(policy.config, policy.spec, policy.tokenizer, client, self._stack)
         outage = Outages(tuple(group.members.outage for group in served.groups.values()))
         return kind(
             self.config,
@@ -256,22 +256,6 @@ class EngineService:
         """Awaits `work` and returns its result. Raises SlimxError when all of the actor's engines are lost and none can
         be restarted."""
         return await while_served(work, self.groups[ACTOR].members.failed)
-
-
-def policy_client(policy: ServedPolicy, client: GenerationClient | None, stack: AsyncExitStack) -> PolicyClient:
-    """Returns what a `GroupMaker` needs of `policy`. `stack` closes the preparation of images, if there is one."""
-    encode: Callable[[PreTrainedTokenizerBase], PromptIds] = PromptIds
-    if policy.config.trainer.vision is not None:
-        images = entry_points.load("slimx.images", "vision")(policy.config, policy.spec)
-        stack.callback(images.close)
-        encode = images.prompt_ids
-    return PolicyClient(client, policy.tokenizer, policy.spec.vocab_size, encode)
-
-
-def make_agent_server(settings: Proxy, context: int) -> AgentServer:
-    """Creates the server through which agents sample, with the entry point of `slimx.agent_servers`. `context`: maximum
-    length of a trajectory in tokens."""
-    return entry_points.load("slimx.agent_servers", "http")(settings.host, settings.port, context=context)
 
 
 def prober(shape: ModelShape, config: Config, adapters: str | None = None) -> Callable[[EngineHandle], Awaitable[None]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -69,8 +68,10 @@ class CriticGroup:
 def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Returns copies of `rows` without the columns that a critic does not need: a teacher's log-probs, the tokens that
     top-k or top-p sampling kept, and the experts that the engine chose (a critic's routers choose other experts)."""
-    emptied: dict[str, Any] = {"routed_experts": None, "support": None}  # Any: `replace` takes several types
-    for name, column in COLUMNS.items():
-        if column.needed is not None:
-            emptied[name] = None
-    return [replace(row, **emptied) for row in rows]
+    copies = [copy(row) for row in rows]
+    for row in copies:
+        row.routed_experts = row.support = None
+        for name, column in COLUMNS.items():
+            if column.needed is not None:
+                setattr(row, name, None)
+    return copies

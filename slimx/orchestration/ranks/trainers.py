@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
-import ray
 
 from slimx.algorithms.learner import learner_of
 from slimx.cluster.place import Placement, place_of
 from slimx.config.schema import Config
 from slimx.data.batch import TrainBatch, TrainingRow
-from slimx.data.routes import for_stage
 from slimx.data.saved.trained_tokens import TrainedTokens
 from slimx.engines.transport import transport_of
 from slimx.errors import SlimxError
 from slimx.json_types import Json
-from slimx.layout.ranks import Sizes, coordinates, stage_layers
+from slimx.layout.ranks import Sizes
 from slimx.layout.table import Table
 from slimx.models.files.formats import format_of
 from slimx.models.files.writer import finish_directory, shard_name
@@ -275,23 +273,6 @@ class TrainerGroup(RankGroup):
         what = f"the check of access to the memory of rank {rank}"
         ((path, content),) = await self.call("weights.probe", what, ranks=[rank], on_device=on_device)
         return await self.call("weights.reaches", what, path=path, content=content)
-
-    async def sharded(self, shards: Sequence[Sequence[object]]) -> list[tuple[ray.ObjectRef]]:
-        """Returns the positional argument of each rank: a reference to its data-parallel shard with the expert routes
-        of its pipeline stage. Ranks with the same shard and the same routes share one stored object."""
-        sizes = self.sizes
-        if sizes.pipeline == 1 or not (self.config.rollout.sampled and self.config.rollout.routed_experts):
-            return await super().sharded(shards)
-        stages = stage_layers(sizes, self.table.layers)
-        pieces = []
-        for shard in shards:
-            pieces += [for_stage(shard, layers) for layers in stages]
-        stored = await self.stored(pieces)
-        arguments = []
-        for rank in range(sizes.world):
-            position = coordinates(rank, sizes)
-            arguments.append((stored[position.data * len(stages) + position.pipeline],))
-        return arguments
 
     def _carried_from(self) -> Path | None:
         """Returns the Hugging Face directory from which an export copies tensors that the trainers do not have; None if

@@ -60,7 +60,7 @@ def trajectory_metrics(groups: Sequence[Group], passing: float) -> dict[str, flo
             different = {t.reward for t in group.trajectories}
             uniform.append(len(different) == 1)
         metrics["reward/groups_without_signal"] = float(np.mean(uniform))
-    lengths = [len(t.sampled_ids()) for t in trajectories]
+    lengths = [t.sampled_tokens for t in trajectories]
     if any(lengths):
         metrics |= {"response/mean_tokens": float(np.mean(lengths)), "response/max_tokens": float(max(lengths))}
         metrics["response/truncated"] = float(np.mean([t.status == "truncated" for t in trajectories]))
@@ -109,7 +109,7 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for source, trajectories in sorted(by_source.items()):
         prefix = f"source/{source}"
         rewards = [t.reward for t in trajectories if t.reward is not None]
-        lengths = [len(t.sampled_ids()) for t in trajectories]
+        lengths = [t.sampled_tokens for t in trajectories]
         out[f"{prefix}/trajectories"] = float(len(trajectories))
         if rewards:
             out[f"{prefix}/reward"] = float(np.mean(rewards))
@@ -140,11 +140,7 @@ def length_metrics(trajectories: Sequence[Trajectory], lengths: Sequence[int], p
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the mean and maximum number of model turns per trajectory, over the trajectories that contain sampled
     tokens."""
-    turns = []
-    for trajectory in trajectories:
-        sampled = {span.turn for span in trajectory.spans if span.source == "sampled"}
-        if sampled:
-            turns.append(len(sampled))
+    turns = [trajectory.turn_count for trajectory in trajectories if trajectory.turn_count]
     if not turns:
         return {}
     return {"rollout/turns_mean": float(np.mean(turns)), "rollout/turns_max": float(max(turns))}
@@ -168,9 +164,8 @@ def staleness_metrics(groups: list[Group], version: int) -> dict[str, float]:
     for trajectory in trajectories_of(groups):
         oldest = trajectory.oldest_version
         if oldest is not None:
-            versions = {span.version for span in trajectory.spans if span.version is not None}
             ages.append(version - oldest)
-            mixed.append(len(versions) > 1)
+            mixed.append(trajectory.mixed)
     if not ages:
         return {}
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -25,6 +25,7 @@ from slimx.json_types import Json
 from slimx.rewards.context import Engines
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
+from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.returned import (
     ReturnCheck,
@@ -57,7 +58,7 @@ from slimx.rollout.hooks import (
 from slimx.runtime.clocks import Clock
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 STRAGGLER = "straggler"
 """Drop reason for an unfinished group that would have delayed a batch for too long."""
@@ -83,20 +84,6 @@ class GroupOutcome:
 def is_failure(reason: str) -> bool:
     """Returns True if this drop reason stands for a failure, rather than for a filter's decision or a straggler."""
     return reason != STRAGGLER and not reason.startswith("filter")
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyClient:
-    """Client, tokenizer and vocabulary size of a trained policy."""
-
-    client: Generator | None
-    """Client of the policy's engines; None if the run samples nothing."""
-    tokenizer: PreTrainedTokenizerBase
-    """Tokenizer of the policy's model."""
-    vocabulary: int | None = None
-    """Vocabulary size of the policy's model; None if it is unknown."""
-    encode: Callable[[PreTrainedTokenizerBase], PromptIds] = PromptIds
-    """Function that returns the encoder of one group's prompt."""
 
 
 class GroupMaker:

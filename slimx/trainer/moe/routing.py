@@ -15,8 +15,10 @@ from megatron.core.models.gpt import GPTModel
 
 from slimx.algorithms.router_terms import LayerTally, Totals, updated_bias
 from slimx.config.sections.trainer import Moe
-from slimx.data.batch import MicroBatch
-from slimx.data.packing import zigzag
+from slimx.data.batch import LazyRow, MicroBatch
+from slimx.data.lazy import held
+from slimx.data.packing import LazyMicroBatch, zigzag
+from slimx.data.routes import RouteShape, check_routes
 from slimx.trainer.context import to_device
 from slimx.trainer.moe.router import Cursor, PolicyRouter, RoutedTokens, RouterWatch
 from slimx.trainer.moe.routes import differing, engine_routes, known_routes
@@ -168,6 +170,19 @@ class Routing:
         return to_device(np.ascontiguousarray(part), self._parallel.device)
 
     # Routes -----------------------------------------------------------------------------------------------------------
+
+    def receive(self, batches: Sequence[MicroBatch]) -> None:
+        """Makes micro-batches that are not laid out yet leave out the engine's routes of other ranks' layers. Checks
+        the routes that training replays, and raises SlimxError naming a trajectory whose routes do not fit the
+        model."""
+        shape = RouteShape(self._decoder_layers, tuple(self.layers), self.experts, self.topk)
+        for batch in batches:
+            if not isinstance(batch, LazyMicroBatch):
+                continue
+            batch.route_layers = shape.moe_layers
+            if self._settings.routing_replay == "R3" and self.layers:
+                rows = [row for row in batch.members if isinstance(row, LazyRow) and "routed_experts" not in held(row)]
+                check_routes([row.trajectory for row in rows], shape)
 
     def from_engine(self, batches: list[MicroBatch]) -> Routes:
         """Returns the engine's routes for this rank's tokens and layers, which training replays if

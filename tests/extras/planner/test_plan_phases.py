@@ -13,7 +13,8 @@ import pytest
 from slimx.config.rule import broken, rules_in
 from slimx.config.schema import Config
 from slimx.config.sections.general import Cluster
-from slimx.data.batch import MicroBatch, TrainBatch
+from slimx.data.batch import make_rows
+from slimx.data.packing import pack
 from slimx.extras.planner.batch_plan import batch_plan
 from slimx.extras.planner.memory.engine import WORK, graph_bytes, static_fraction, with_occupied
 from slimx.extras.planner.memory.node import PROCESS, disk_bytes, host_memory, kept_batches
@@ -27,6 +28,7 @@ from slimx.models.families import read_model
 from slimx.preflight.hardware import GIB, OVERHEAD, Machine, machine_of
 from tests.published import QWEN3_30B
 from tests.refusals import numbers
+from tests.unit.data.trajectory_stand import trajectory
 
 H100 = machine_of(Cluster(gpu="h100"))
 
@@ -259,15 +261,9 @@ def test_a_node_holds_what_all_its_ranks_keep_and_their_processes():
 def test_batches_kept_for_recovery_are_counted_in_bytes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B | {"num_hidden_layers": 2}))
     spec = read_model(tmp_path)
-    kinds = {
-        np.int64: ("tokens", "labels", "versions"),
-        np.float32: ("weight", "advantages", "rollout_logprobs", "temperature"),
-        bool: ("padding",),
-    }
-    arrays = {name: np.zeros(3, kind) for kind, names in kinds.items() for name in names}
-    routes = np.zeros((3, len(spec.moe_layers), spec.transformer["moe_router_topk"]), np.uint8)
-    micro = MicroBatch(**arrays, routed_experts=routes, lengths=[3], rows=[0])
-    step = TrainedStep(0, 0, [TrainBatch(shards=[[micro]], tokens=3, trained_tokens=3, imbalance=0.0)], {})
+    rollout = trajectory("g", "r", [0, 1, 1])
+    rollout.routed_experts = np.zeros((3, len(spec.moe_layers), spec.transformer["moe_router_topk"]), np.uint8)
+    step = TrainedStep(0, 0, [pack(make_rows([rollout], [1.0], [1.0]), data_size=1, max_tokens=8)], {})
     sections = {"recovery": {"trainers": 1}, "checkpoint": {"every": 5}}
     config = config_of(**sections, track={"rollouts": {"routes": True}})
     batch = SimpleNamespace(tokens_per_step=3, rollouts_per_step=1, tokens_per_microbatch=3, tokens_per_rollout=3)
@@ -278,7 +274,7 @@ def test_batches_kept_for_recovery_are_counted_in_bytes(tmp_path):
     assert kept_batches(config_of(), spec, batch) == 0
 
 
-def test_sampled_experts_fill_only_the_micro_batches_of_their_rollouts(tmp_path):
+def test_sampled_experts_count_only_for_their_rollouts(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
     spec = read_model(tmp_path)
     sections = {"recovery": {"trainers": 1}, "checkpoint": {"every": 1}}
@@ -289,7 +285,7 @@ def test_sampled_experts_fill_only_the_micro_batches_of_their_rollouts(tmp_path)
         tokens_per_step=64000, rollouts_per_step=64, tokens_per_microbatch=2500, tokens_per_rollout=1000
     )
     experts = kept_batches(sampled, spec, batch) - kept_batches(none, spec, batch)
-    assert experts == 2 * 4 * 2500 * (len(spec.moe_layers) * spec.transformer["moe_router_topk"] + 1)
+    assert experts == 2 * 4 * 1000 * len(spec.moe_layers) * spec.transformer["moe_router_topk"]
 
 
 def test_mirrors_count_once_at_the_sender_and_twice_at_the_keeper() -> None:

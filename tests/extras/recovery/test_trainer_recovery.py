@@ -155,7 +155,7 @@ def test_batches_are_kept_until_a_checkpoint_holds_their_step() -> None:
         "padding": np.zeros(4, bool),
     }
     batch = MicroBatch(**arrays, routed_experts=None, lengths=[4], rows=[0])
-    update = TrainBatch(shards=[[batch], [batch]], tokens=8, trained_tokens=8, imbalance=0.0)
+    update = TrainBatch(shards=[[batch], [batch]], tokens=8, imbalance=0.0)
     for step in range(3):
         ledger.trained(TrainedStep(step, step, [update], {}))
     assert ledger.nbytes == 3 * 2 * 4 * (3 * 8 + 4 * 4 + 1)

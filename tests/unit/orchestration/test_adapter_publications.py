@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 from slimx.orchestration.publications import EnginePublications
 from tests.unit.rollout.rollout_stand import config_of
@@ -28,7 +29,7 @@ class Published(EnginePublications):
         self.failing: set[str] = set()
         self.sent: list[tuple[int, str]] = []
         engines = SimpleNamespace(members=SimpleNamespace(candidates=lambda: self.present))
-        maker, trainers = SimpleNamespace(versions={}, begun={}), SimpleNamespace(plans={})
+        maker, trainers = AsyncMock(versions={}), SimpleNamespace(plans={})
         super().__init__("actor", config_of(), engines, maker, trainers, "hf", print)
         self.publisher, self.adapters = Noted("all", self), Noted("adapters", self)
 

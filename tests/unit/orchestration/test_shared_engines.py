@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -77,7 +78,7 @@ async def run(request: pytest.FixtureRequest) -> AsyncIterator[SimpleNamespace]:
     engines = SimpleNamespace(members=stand.members)
 
     def policy(name: str) -> EnginePublications:
-        maker, trainers = SimpleNamespace(versions={}, begun={}), Trainers(name, after)
+        maker, trainers = AsyncMock(versions={}), Trainers(name, after)
         return EnginePublications(name, config_of(), engines, maker, trainers, "hf", stand.notes.append, shared)
 
     actor, judge = policy("actor"), policy("judge")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -21,7 +22,7 @@ class Watched(EnginePublications):
     """Publications that admit every engine that waits for one."""
 
     def __init__(self, stand: Stand, keeps: bool = False, stored: bool = True):
-        engines, maker = SimpleNamespace(members=stand.members), SimpleNamespace(versions={}, begun={})
+        engines, maker = SimpleNamespace(members=stand.members), AsyncMock(versions={})
         trainers = SimpleNamespace(plans={})
         super().__init__("actor", config_of(), engines, maker, trainers, "hf", stand.notes.append)
         self.delivery.keeps = keeps

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from slimx.data.records import Group
-from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, PolicyClient
+from slimx.rollout.flow.policy import PolicyClient
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
 from tests.refusals import invalid, numbers, refused

@@ -19,10 +19,10 @@ from slimx.extras.doctor.hooks.scripted_server import VERSION, ScriptedServer
 from slimx.extras.served_models.client import FrozenEngine, image_placeholder
 from slimx.extras.served_models.teacher import make_scorer
 from slimx.models.families import ModelSpec
-from slimx.orchestration.engines.service import make_agent_server
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
-from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome, PolicyClient
+from slimx.rollout.flow.policy import PolicyClient, make_agent_server
+from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.hook_loading import Hooks
 
 if TYPE_CHECKING:

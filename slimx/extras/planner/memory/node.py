@@ -22,10 +22,7 @@ PROCESS = 4 * GIB
 """Assumed bytes of host memory that a trainer or engine process takes for libraries and CUDA, which are not counted
 elsewhere."""
 _TOKEN = 4 + 4 + 1
-"""Bytes per token of a rollout group that is saved on disk: token id, log-prob and mask."""
-_TRAINED_TOKEN = 3 * 8 + 4 * 4 + 1
-"""Bytes per token of a training batch (slimx.data.batch): input, label and version; weight, advantage, log-prob and
-temperature; padding flag."""
+"""Bytes per token of a rollout: token id, log-prob and mask."""
 
 
 def host_memory(
@@ -110,14 +107,10 @@ def kept_batches(config: Config, spec: ModelSpec, batch: BatchPlan) -> int:
     continues while the second checkpoint is being written."""
     if not config.section(Recovery).trainers:
         return 0
-    step = batch.tokens_per_step * _TRAINED_TOKEN
+    step = batch.tokens_per_step * _TOKEN
     if spec.experts and config.route_stride:
-        # A micro-batch has routes of all its tokens if one of its rollouts has routes, and a mask byte per token if
-        # other rollouts have none.
         rollouts = ceil(batch.rollouts_per_step / config.route_stride)
-        tokens = rollouts * max(batch.tokens_per_microbatch, batch.tokens_per_rollout)
-        mask = 1 if config.route_stride > 1 else 0
-        step += min(batch.tokens_per_step, tokens) * (_routes(spec) + mask)
+        step += min(batch.tokens_per_step, rollouts * batch.tokens_per_rollout) * _routes(spec)
     return 2 * config.checkpoint.every * step
 
 
