@@ -39,7 +39,8 @@ from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import Endpoint
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.rollouts import GroupMaker, PolicyClient
+from slimx.rollout.flow.policy import PolicyClient
+from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
 
 ROOT = Path(__file__).parents[1]

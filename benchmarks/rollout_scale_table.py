@@ -41,7 +41,28 @@ def describe_scale(part: str, rows: Sequence[Row], idle: float) -> str:
             f"{row['received_step'] / 1e6:>19.1f}{row['objects_step']:>9.0f}{row['object_bytes_step'] / 1e6:>7.1f}"
         )
     lines.append(f"Ray's processes use {idle:.1%} of a core without work")
-    return "\n".join(lines)
+    return "\n".join([*lines, *deviations(rows)])
+
+
+def deviations(rows: Sequence[Row]) -> list[str]:
+    """Returns sentences about the predicted loads of slimx's workers and driver, relative to the measured ones."""
+    out = []
+    for name in ("workers", "driver"):
+        ratios = []
+        for row in rows:
+            if row["side"] == "slimx" and row["rollouts"]:
+                predicted, measured = loads(row, name)
+                ratios.append(predicted / max(measured, 1e-3) - 1)
+        if ratios:
+            goal = "met" if max(map(abs, ratios)) <= GOAL else "missed"
+            listed = ", ".join(f"{ratio:+.0%}" for ratio in ratios)
+            out.append(f"predicted load of the {name}, relative to the measured one: {listed}; goal {GOAL:.0%}: {goal}")
+    return out
+
+
+def loads(row: Row, name: str) -> tuple[float, float]:
+    """Returns the predicted and the measured load of `name`, "driver" or "workers", as shares of a core."""
+    return getattr(load_of(traffic_in(row)), name), row["cpu"][name] / row["seconds"]
 
 
 def describe_shapes(rows: Sequence[Row]) -> str:
@@ -51,7 +72,6 @@ def describe_shapes(rows: Sequence[Row]) -> str:
         f"{'driver ms/rollout':>19}{'Ray':>7}{'workers: predicted':>20}{'measured':>10}"
         f"{'driver: predicted':>19}{'measured':>10}"
     ]
-    off: dict[str, list[float]] = {"workers": [], "driver": []}
     for row in rows:
         ms = row["ms_request"]
         line = (
@@ -59,16 +79,11 @@ def describe_shapes(rows: Sequence[Row]) -> str:
             f"{ms['workers']:>22.2f}{row['driver_ms_rollout']:>19.2f}{ms['ray']:>7.2f}"
         )
         if row["side"] == "slimx":
-            load = load_of(traffic_in(row))
             for name, width in (("workers", 20), ("driver", 19)):
-                predicted, measured = getattr(load, name), row["cpu"][name] / row["seconds"]
+                predicted, measured = loads(row, name)
                 line += f"{predicted:>{width}.1%}{measured:>10.1%}"
-                off[name].append(predicted / max(measured, 1e-3) - 1)
         lines.append(line)
-    for name, ratios in off.items():
-        worst = max(ratios, key=abs, default=0.0)
-        goal = "met" if abs(worst) <= GOAL else "missed"
-        lines.append(f"predicted load, {name}: {worst:+.0%} at most; goal {GOAL:.0%}: {goal}")
+    lines += deviations(rows)
     for side in dict.fromkeys(row["side"] for row in rows):
         lines += [f"{side}: {text}" for text in fits([row for row in rows if row["side"] == side])]
     return "\n".join(lines)
