@@ -7,7 +7,6 @@ update, regardless of how rows are packed, of the number of micro-batches, and o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -56,7 +56,6 @@ class StoredTrajectory(Lazy, Trajectory):
                 about=self.id,
             ) from error
 
-
     def bare(self) -> Trajectory:
         values = held(self)
         return self.holding({name: values[name] for name in values if name in KEPT})

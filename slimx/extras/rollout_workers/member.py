@@ -20,14 +20,16 @@ from slimx.config.schema import Config
 from slimx.config.sections.rollout import WorkerResources
 from slimx.data.records import Group
 from slimx.data.saved.codec import decode
+from slimx.data.stored import StoredTrajectory
 from slimx.errors import PartLost, SlimxError, counted, duration, first_line
+from slimx.extras.rollout_workers.columns import ReportColumns
 from slimx.extras.rollout_workers.messages import Health, Job, Loss, Report, Setup, State
 from slimx.extras.rollout_workers.worker import LOOK, RolloutWorker
 from slimx.json_types import Json
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
 from slimx.rollout.flow.rollouts import GroupOutcome
 from slimx.runtime.logs import begin_log
-from slimx.runtime.tasks import cancelled, in_thread
+from slimx.runtime.tasks import cancelled
 
 LOOK_S = 5.0
 """Maximum number of seconds between two looks at a worker's state."""
@@ -281,14 +283,17 @@ class Member:
         if not report.finished:
             return
         self._losses = 0
-        encoded = await in_thread(ray.get, groups)
-        for done, data in zip(report.finished, encoded, strict=True):
+        for done in report.finished:
             open_job = self.jobs.get(done.serial)
-            if open_job is not None and not open_job.outcome.done():
-                if done.error is not None:
-                    open_job.outcome.set_exception(done.error)
-                else:
-                    open_job.outcome.set_result(GroupOutcome(decode(Group, data.tobytes()), done.reason, done.detail))
+            if open_job is None or open_job.outcome.done():
+                continue
+            if done.group is None:
+                open_job.outcome.set_exception(done.error or AssertionError("a job without an outcome"))
+                continue
+            for trajectory in done.group.trajectories:
+                if isinstance(trajectory, StoredTrajectory) and isinstance(trajectory.columns, ReportColumns):
+                    trajectory.columns.reference = groups
+            open_job.outcome.set_result(GroupOutcome(done.group, done.reason, done.detail))
         self._flush()
 
     async def _answer(self, loss: Loss) -> None:

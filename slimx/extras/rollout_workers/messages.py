@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slimx.config.sections.eval import Eval
-from slimx.data.records import Prompt
+from slimx.data.records import Group, Prompt
 from slimx.rollout.client.generation import Endpoint
 
 
@@ -62,14 +62,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Outcome of a job. Its group is the entry with the same index in the object that accompanies the report."""
+    """Outcome of a job."""
 
     serial: int
+    group: Group | None = None
+    """The group; its columns are in the object that accompanies the report."""
     reason: str | None = None
     """Drop reason; None if the group was not dropped."""
     detail: str | None = None
     error: BaseException | None = None
-    """Exception that ends the run, because it is not a failure of a rollout; the job then has no group."""
+    """Exception that ends the run, because it is not a failure of a rollout; None if there is a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Report:
 
 
 Groups = list[np.ndarray]
-"""Encoded groups (`slimx.data.saved.codec`) of the jobs that a report finishes, uint8 [bytes], in its order."""
+"""Encoded groups (`slimx.data.saved.codec`) of the jobs that a report finishes, uint8 [bytes] each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

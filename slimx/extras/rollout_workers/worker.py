@@ -13,19 +13,21 @@ import asyncio
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from pathlib import Path
 
-import numpy as np
 import psutil
 import ray
 
 from slimx.config.schema import CHECKED, Config
 from slimx.data.saved.codec import decode, encode
+from slimx.data.stored import summarize
 from slimx.engines.outage import Outage
 from slimx.errors import SlimxError, raised
+from slimx.extras.rollout_workers.columns import ReportStore
 from slimx.extras.rollout_workers.journal import JournalFile, read_journal
 from slimx.extras.rollout_workers.making import make_maker
 from slimx.extras.rollout_workers.messages import Finished, Groups, Health, Job, Loss, Report, Setup, State
@@ -72,7 +74,7 @@ class RolloutWorker:
         """Progress of each unfinished training job, by serial number."""
         self._reported: dict[int, int] = {}
         """Number of complete rollouts of each unfinished job that has been reported."""
-        self._done: list[tuple[Finished, np.ndarray]] = []
+        self._done: deque[tuple[Finished, ReportStore]] = deque()
         self._losses: list[Loss] = []
         self._looked: dict[int, asyncio.Event] = {}
         """Events that are set when the driver has looked for lost engines, by number of the loss."""
@@ -155,13 +157,13 @@ class RolloutWorker:
         progress = None
         if job.evaluation is None:
             progress = self._progress[job.serial] = self._journal.progress(job.group_id, self._begun(job))
-        data = b""
+        store = ReportStore()
         try:
             outcome = await self.maker.make(
                 job.prompt, group_id=job.group_id, number=job.number, evaluation=job.evaluation, progress=progress
             )
-            data = encode(outcome.group)
-            done = Finished(serial=job.serial, reason=outcome.reason, detail=outcome.detail)
+            group = summarize(outcome.group, store.store)
+            done = Finished(serial=job.serial, group=group, reason=outcome.reason, detail=outcome.detail)
         except SlimxError as error:
             done = Finished(serial=job.serial, error=error)
         except Exception as error:
@@ -171,7 +173,7 @@ class RolloutWorker:
             self._reported.pop(job.serial, None)
             self._journal.forget(job.group_id, progress)
         if self._tasks.pop(job.serial, None) is not None:
-            self._done.append((done, np.frombuffer(data, np.uint8)))
+            self._done.append((done, store))
             self._changed.set()
 
     def _begun(self, job: Job) -> list[SavedRollout]:
@@ -203,10 +205,10 @@ class RolloutWorker:
         groups: Groups = []
         size = 0
         while self._done and size < BATCH_BYTES:
-            done, data = self._done.pop(0)
+            done, store = self._done.popleft()
             report.finished.append(done)
-            groups.append(data)
-            size += len(data)
+            size += store.nbytes
+            store.move_to(groups)
         if self._done:
             self._changed.set()
         return report, groups
