@@ -49,8 +49,10 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
         engines += policy_engines
         cpus += policy_cpus
     workers = worker_count(config)
-    if workers > 1:
-        cpus += math.ceil(workers * config.rollout.worker_resources.cpus)
+    per_worker = config.rollout.worker_resources
+    if workers == 1:  # the driver
+        workers = 0
+    cpus += math.ceil(workers * per_worker.cpus)
     try:
         if config.cluster.ray_address:
             ray.init(
@@ -68,7 +70,9 @@ def start_ray(config: Config, device: str, *, trainers: bool = True) -> None:
             code="ray.start",
             about=address or "on this machine",
         ) from error
-    gpus = float(ranks + engines) if device == "cuda" else 0.0
+    gpus = workers * per_worker.gpus
+    if device == "cuda":
+        gpus += ranks + engines
     for kind, needed in (("CPU", float(cpus)), ("GPU", gpus)):
         available = ray.cluster_resources().get(kind, 0.0)
         if available < needed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from slimx.config.section import (
     LARGEST,
@@ -176,6 +176,15 @@ class Proxy(Section):
             )
 
 
+def _worker_count(value: object) -> object:
+    if value != "auto" and not (type(value) is int and 0 < value <= 65_536):
+        raise ValueError("write the number of workers, at most 65,536, or auto")
+    return value
+
+
+WorkerCount = Annotated[Size | Literal["auto"], BeforeValidator(_worker_count)]
+
+
 class WorkerResources(Section):
     """Needs of a rollout worker."""
 
@@ -259,7 +268,7 @@ class Rollout(Section):
     """Number of rollouts that an engine scores again to measure its log-prob gap to the trainers, if all tokens of a
     step were sampled with older weight versions; rounded up to one per data-parallel rank. 0: none."""
     health: Health = Health()
-    workers: Size | Literal["auto"] = "auto"
+    workers: WorkerCount = "auto"
     """Number of processes that generate rollouts, with hooks, tools, agents' servers and rewards. 1: the driver alone.
     More: Ray actors, spread over the nodes. auto: 1 without cluster.ray_address, else as many as the run needs."""
     worker_resources: WorkerResources = WorkerResources()
