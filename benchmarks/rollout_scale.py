@@ -41,7 +41,7 @@ from rollout_scale_cpu import Usage, measure, memory_of
 from rollout_scale_engine import EnginePool, engine_processes
 from rollout_scale_job import Job
 from rollout_scale_sides import GROUP, SIDES, Setting, make_config
-from rollout_scale_table import describe
+from rollout_scale_table import describe, fits
 
 from slimx.cluster.connection import start_ray, stop_ray
 from slimx.errors import SlimxError
@@ -226,6 +226,7 @@ def main() -> int:
                     print(part, json.dumps(row), file=sys.stderr, flush=True)
                     found[part].append(row)
                 print(describe(part, found[part], found["idle"]), end="\n\n")
+    print("\n".join(fits({part: found[part] for part in arguments.only})))
     where = f"{surroundings('slimx', 'aiohttp', 'ray', 'numpy')}; load {os.getloadavg()[0]:.0f}"
     print(where)
     if arguments.json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ def loads(row: Row, name: str) -> tuple[float, float]:
 
 
 def describe_shapes(rows: Sequence[Row]) -> str:
-    """Returns a row for each shape with the predicted and the measured load, and the costs that fit all shapes."""
+    """Returns a row for each shape with the predicted and the measured load."""
     lines = [
         f"{'side':<7}{'turns':>6}{'answer':>8}{'layers':>8}{'requests/s':>12}{'ms a request: worker':>22}"
         f"{'driver ms/rollout':>19}{'Ray':>7}{'workers: predicted':>20}{'measured':>10}"
@@ -84,8 +84,6 @@ def describe_shapes(rows: Sequence[Row]) -> str:
                 line += f"{predicted:>{width}.1%}{measured:>10.1%}"
         lines.append(line)
     lines += deviations(rows)
-    for side in dict.fromkeys(row["side"] for row in rows):
-        lines += [f"{side}: {text}" for text in fits([row for row in rows if row["side"] == side])]
     return "\n".join(lines)
 
 
@@ -108,8 +106,13 @@ def traffic_in(row: Row) -> Traffic:
     )
 
 
-def fits(rows: Sequence[Row]) -> list[str]:
-    """Returns sentences about the costs that fit the CPU time of workers and driver with the least squares."""
+def fits(parts: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Returns sentences about the costs of workers and driver that fit all measurements of slimx best, by the least
+    squares of relative errors."""
+    rows = [row for name in parts for row in parts[name] if row["side"] == "slimx" and row["rollouts"]]
+    if not rows:
+        return []
+    seconds = np.array([row["seconds"] for row in rows])
     requests = np.array([row["requests"] for row in rows])
     sampled = requests * [row["answer"] / 1e3 for row in rows]
     sent = requests * [row["sent"] / row["turns"] / 1e3 for row in rows]
@@ -129,13 +132,13 @@ def fits(rows: Sequence[Row]) -> list[str]:
                 "million experts": routes,
             },
         ),
-        ("driver", {"rollout": rollouts, "1,000 tokens": tokens, "million experts": kept}),
+        ("driver", {"second": seconds, "rollout": rollouts, "1,000 tokens": tokens, "million experts": kept}),
     ):
         spent = np.array([1e3 * row["cpu"][name] for row in rows])
         weights = 1 / np.maximum(spent, 1.0)  # the same relative error for each shape
         costs = _least_squares(np.stack([*units.values()], 1) * weights[:, None], spent * weights)
         listed = ", ".join(f"{cost:.3f} ms a {unit}" for unit, cost in zip(units, costs, strict=True))
-        out.append(f"{name} {listed}")
+        out.append(f"costs of the {name}: {listed}")
     return out
 
 

@@ -42,6 +42,8 @@ class Costs:
     """Time for 1,000 sampled tokens with their log-probs."""
     routes: float
     """Time for a million experts to which tokens were routed (tokens x layers x k)."""
+    driver_second: float
+    """Time of the driver for each second without rollouts."""
     driver: float
     """Time of the driver for each rollout."""
     driver_tokens: float
@@ -56,6 +58,7 @@ COSTS = Costs(
     sent=0.125,
     sampled=0.87,
     routes=16.2,
+    driver_second=3.0,
     driver=0.19,
     driver_tokens=0.15,
     driver_routes=2.9,
@@ -99,7 +102,7 @@ def load_of(traffic: Traffic, costs: Costs = COSTS) -> Load:
     """Returns the load that `traffic` causes."""
     workers = traffic.rollouts * costs.rollout + traffic.requests * costs.request
     workers += (traffic.sent * costs.sent + traffic.sampled * costs.sampled) / 1e3 + traffic.routes * costs.routes / 1e6
-    driver = traffic.rollouts * costs.driver + traffic.kept * costs.driver_tokens / 1e3
+    driver = costs.driver_second + traffic.rollouts * costs.driver + traffic.kept * costs.driver_tokens / 1e3
     driver += traffic.kept_routes * costs.driver_routes / 1e6
     return Load(driver=driver / 1e3, workers=workers / 1e3)
 

@@ -27,12 +27,22 @@ def load_in(plan, *overrides):
 
 
 def test_the_load_is_the_traffic_times_the_measured_costs():
-    costs = Costs(rollout=2, request=1, sent=0.5, sampled=4, routes=3, driver=0.1, driver_tokens=0.2, driver_routes=0.3)
+    costs = Costs(
+        rollout=2,
+        request=1,
+        sent=0.5,
+        sampled=4,
+        routes=3,
+        driver_second=5,
+        driver=0.1,
+        driver_tokens=0.2,
+        driver_routes=0.3,
+    )
     traffic = Traffic(
         rollouts=10, requests=100, sent=40_000, sampled=5_000, kept=8_000, routes=2_000_000, kept_routes=1_000_000
     )
     load = load_of(traffic, costs)
-    assert load.driver == pytest.approx((10 * 0.1 + 8 * 0.2 + 1 * 0.3) / 1e3)
+    assert load.driver == pytest.approx((5 + 10 * 0.1 + 8 * 0.2 + 1 * 0.3) / 1e3)
     assert load.workers == pytest.approx((10 * 2 + 100 * 1 + 40 * 0.5 + 5 * 4 + 2 * 3) / 1e3)
 
 
