@@ -37,9 +37,9 @@ from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.policy import PolicyClient
 
 PER_STEP = 625
 """Groups of a step: 10,000 trajectories."""

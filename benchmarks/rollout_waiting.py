@@ -46,10 +46,10 @@ from slimx.orchestration.lifetime.garbage import frozen_heap
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext
+from slimx.rollout.policy import PolicyClient
 
 ROOT = Path(__file__).parents[1]
 GROUP, AHEAD = 8, 4

@@ -24,10 +24,10 @@ from slimx.extras.agents import tools as mcp_tools
 from slimx.extras.served_models.client import FrozenEngine
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import GenerationClient, ModelShape
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext, RolloutContext, RolloutEngine
+from slimx.rollout.policy import PolicyClient
 from slimx.runtime.ports import free_port
 from tests.integration.conftest import ROOT, Weights, publish
 from tests.needed import need_package

@@ -14,9 +14,9 @@ from slimx.extras.rollout_workers.messages import Setup
 from slimx.extras.served_models.teacher import make_scorer
 from slimx.models.families import configured_model
 from slimx.orchestration.start.prompts import run_tokenizer
-from slimx.rollout.flow.policy import PolicyClient, make_agent_server, policy_client
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.policy import PolicyClient, make_agent_server, policy_client
 
 
 async def make_maker(

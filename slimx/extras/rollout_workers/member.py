@@ -33,6 +33,8 @@ from slimx.runtime.tasks import cancelled
 
 LOOK_S = 5.0
 """Maximum number of seconds between two looks at a worker's state."""
+STOP_S = 15.0
+"""Seconds within which a worker must stop before its process is killed."""
 CALLS = 1000
 """Maximum number of calls that a worker executes at once; those that wait for something occupy their place."""
 AGAIN_S = 1.0
@@ -143,7 +145,7 @@ class Member:
         for open_job in self.jobs.values():
             open_job.outcome.cancel()
         with suppress(SlimxError):
-            await self.call("stop", "the end")
+            await self.call("stop", "the end", deadline_s=STOP_S)
         await kill([self.actor])
 
     async def call(self, method: str, what: str, *arguments: object, deadline_s: float | None = None) -> Any:

@@ -32,10 +32,9 @@ from slimx.extras.rollout_workers.journal import JournalFile, read_journal
 from slimx.extras.rollout_workers.making import make_maker
 from slimx.extras.rollout_workers.messages import Finished, Groups, Health, Job, Loss, Report, Setup, State
 from slimx.json_types import Json
-from slimx.orchestration.lifetime.hangs import location_of
+from slimx.orchestration.lifetime.hangs import GilWatch, location_of
 from slimx.rollout.client.generation import GenerationClient
 from slimx.rollout.flow.progress import GroupProgress, SavedRollout
-from slimx.runtime.logs import marked
 from slimx.runtime.ports import machine
 from slimx.trainer.process import redirect_output
 
@@ -97,6 +96,7 @@ class RolloutWorker:
         self.maker = await make_maker(self.config, setup, self._outages, self._lost, self._stack)
         await self.maker.gate.close(_nothing, 0.0)
         await self.follow(state)
+        self._gil = self._stack.enter_context(GilWatch(self.config.rollout.worker_deadline))
         self._live()
         return {"pid": os.getpid(), "machine": machine(), "node": ray.get_runtime_context().get_node_id()}
 
@@ -111,12 +111,9 @@ class RolloutWorker:
         await self._stack.aclose()
         self._journal.close()
 
-    async def mark(self, text: str) -> None:
-        """Writes a marker line to the log. `text`: the step and phase to which the following lines belong."""
-        print(marked(f"rollout worker {self.number}, {text}"), flush=True)
-
     def _live(self) -> None:
         self._beat = self._loop.time()
+        self._gil.put_off()
         self._loop.call_later(BEAT_S, self._live)
 
     @ray.method(concurrency_group=LOOK)

@@ -37,9 +37,9 @@ from slimx.orchestration.start.prepare import Sources
 from slimx.reshard.packed import PUBLISHER
 from slimx.rollout.client.generation import Endpoint, GenerationClient, ModelShape
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.flow.policy import make_agent_server, policy_client
 from slimx.rollout.flow.rollouts import GroupMaker, Score
 from slimx.rollout.hooks import AgentServer
+from slimx.rollout.policy import make_agent_server, policy_client
 from slimx.runtime.tasks import while_served
 
 if TYPE_CHECKING:

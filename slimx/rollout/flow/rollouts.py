@@ -25,7 +25,6 @@ from slimx.json_types import Json
 from slimx.rewards.context import Engines
 from slimx.rollout.flow.gate import Gate
 from slimx.rollout.flow.interruption import Interruptible
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.returned import (
     ReturnCheck,
@@ -55,6 +54,7 @@ from slimx.rollout.hooks import (
     RolloutEngine,
     seed_of,
 )
+from slimx.rollout.policy import PolicyClient
 from slimx.runtime.clocks import Clock
 
 if TYPE_CHECKING:

@@ -51,7 +51,11 @@ SLOW = pytest.mark.slow("starts workers several times")
 
 
 @pytest.mark.parametrize(
-    "strike", ["die_once", *(pytest.param(strike, marks=SLOW) for strike in ("stop_once", "sleep_once", "grow_once"))]
+    "strike",
+    [
+        "die_once",
+        *(pytest.param(strike, marks=SLOW) for strike in ("stop_once", "sleep_once", "match_once", "grow_once")),
+    ],
 )
 async def test_a_lost_worker_costs_no_answered_token(tmp_path, model, strike):
     alone, _ = await run(make_config(tmp_path, model), 1, 0)

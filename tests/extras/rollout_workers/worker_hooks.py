@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ STRIKES = {
     "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(600),
+    "match": lambda: re.match(r"(a+)+$", "a" * 60 + "b"),  # holds the GIL for years
     "grow": lambda: KEPT.append(bytearray(os.urandom(1)) * (3 << 30)),
 }
 

@@ -24,10 +24,10 @@ from slimx.extras.rollout_workers.pool import WorkerPool
 from slimx.models.families import read_model
 from slimx.rollout.client.generation import Endpoint, ModelShape
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.policy import PolicyClient
 from tests.unit.rollout.flow_stand import token_of
 
 ROOT = Path(__file__).parents[3]

@@ -26,10 +26,10 @@ from slimx.extras.served_models.client import FrozenEngine
 from slimx.extras.served_models.teacher import Teacher, check_taught, check_vocabulary, make_scorer
 from slimx.rollout import single_turn
 from slimx.rollout.client.sending import input_top_logprobs
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
+from slimx.rollout.policy import PolicyClient
 from tests.refusals import invalid, numbers, refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, prompts, the_tokenizer
 

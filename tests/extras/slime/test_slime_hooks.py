@@ -15,10 +15,10 @@ from slimx.extras.slime.arguments import Arguments
 from slimx.extras.slime.grading import compute_score, grade
 from slimx.extras.slime.recognition import NotServed
 from slimx.extras.slime.sample import Sample
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
+from slimx.rollout.policy import PolicyClient
 from tests.extras.slime.slime_stand import END, PROMPT, Scripted, context, ids_of
 from tests.refusals import cause, refused
 from tests.unit.rollout.rollout_stand import config_of, the_tokenizer

@@ -14,11 +14,11 @@ from slimx.data.saved.codec import decode, encode
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.flow.tickets import Dropped, SavedTicket
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import RolloutContext, seed_of
+from slimx.rollout.policy import PolicyClient
 
 TURN_TOKENS = 6
 

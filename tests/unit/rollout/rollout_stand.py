@@ -18,11 +18,11 @@ from slimx.rollout import single_turn
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.flow.tickets import Batch, Dropped
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, Keep, Reward, RewardContext, RolloutContext, RolloutEngine
+from slimx.rollout.policy import PolicyClient
 
 TOOL = Path(__file__).resolve().parents[3] / "slimx/extras/quickstart" / "make_model.py"
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from slimx.data.records import Group
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.hook_loading import load_hooks
 from slimx.rollout.hooks import RewardContext
+from slimx.rollout.policy import PolicyClient
 from tests.refusals import invalid, numbers, refused
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, prompts, the_tokenizer
 

@@ -9,11 +9,11 @@ from slimx.data.records import Prompt, Trajectory
 from slimx.data.saved.codec import decode, encode
 from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.request import GenerationRequest
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.progress import GroupProgress, Journal, Recorded
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import Hooks
 from slimx.rollout.hooks import Generate, RolloutContext
+from slimx.rollout.policy import PolicyClient
 from tests.unit.rollout.rollout_stand import FakeEngine, config_of, one, the_tokenizer
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "1+2="}], answer="3")

@@ -21,9 +21,9 @@ from slimx.extras.served_models.teacher import make_scorer
 from slimx.models.families import ModelSpec
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import GenerationClient
-from slimx.rollout.flow.policy import PolicyClient, make_agent_server
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
 from slimx.rollout.hook_loading import Hooks
+from slimx.rollout.policy import PolicyClient, make_agent_server
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
