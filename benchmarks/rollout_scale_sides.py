@@ -39,9 +39,9 @@ from slimx.orchestration.step.measure import group_metrics
 from slimx.rollout.client.completion import ModelShape
 from slimx.rollout.client.generation import Endpoint
 from slimx.rollout.flow.manager import RolloutManager
-from slimx.rollout.flow.policy import PolicyClient
 from slimx.rollout.flow.rollouts import GroupMaker
 from slimx.rollout.hook_loading import load_hooks
+from slimx.rollout.policy import PolicyClient
 
 ROOT = Path(__file__).parents[1]
 GROUP = 8
