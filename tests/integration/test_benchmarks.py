@@ -31,6 +31,7 @@ QUICK = {
     "reshard": "--experts 2 --rounds 1 --threads 1",
     "reshard_cuda": "--experts 2 --rounds 1",
     "rollout": "--only buffer --trajectories 64 --groups 2",
+    "rollout_scale": "--only scale --workers 1 --groups 1 --steps 1 --warmup 1 --rate 200 --wait 0.05 --turns 2",
     "rollout_waiting": "--only memory deadlines --sides hook --counts 8 --count 8 --prompt 32",
     "start": "--pairs 1 --model {model} --task {task}",
     "trainer": "--ranks 1 --rows 2 --pairs 6",
@@ -43,6 +44,7 @@ SLOW = {
     "publish": "--rounds 3",
     "recovery": "--hidden 64 --layers 2",
     "rollout": "--only generation skew --pairs 2 --rounds 2 --steps 2",
+    "rollout_scale": "--workers 1 2 --groups 1 --steps 1 --warmup 1 --wait 0.2 --count 256",
 }
 """Benchmarks, and parts of them, that take longer."""
 ELSEWHERE = {"start_trl": "TRL is in no lock"}

@@ -1,15 +1,18 @@
 """The batch plan: numbers of prompts, rollouts, updates and micro-batches in one step, computed from the configuration
-alone."""
+alone. Also the CPU load of the processes that generate the rollouts."""
 
 from __future__ import annotations
 
 from math import ceil
 
+from slimx.cluster.starting import worker_count
 from slimx.config.schema import Config
 from slimx.config.sections.rollout import batches_in_flight
 from slimx.extras.evaluation.settings import lengths
-from slimx.extras.planner.record import BatchPlan
+from slimx.extras.planner.record import BatchPlan, RolloutLoad
+from slimx.extras.rollout_workers.load import load_of, traffic_of
 from slimx.layout.ranks import Sizes
+from slimx.models.families import ModelSpec
 
 
 def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
@@ -49,4 +52,27 @@ def batch_plan(config: Config, sizes: Sizes) -> BatchPlan:
         microbatches_per_update=microbatches,
         bubble=round(bubble, 4),
         requests_in_flight=in_flight,
+    )
+
+
+def rollout_load(config: Config, spec: ModelSpec) -> RolloutLoad | None:
+    """Returns the estimated load of driver and rollout workers; None if the policy has no engines on GPUs."""
+    traffic = traffic_of(config, spec)
+    if traffic is None:
+        return None
+    load = load_of(traffic)
+    workers = worker_count(config)
+    driver = load.driver
+    worker = 0.0
+    if workers > 1:
+        worker = load.workers / workers
+    else:
+        driver += load.workers
+    return RolloutLoad(
+        workers=workers,
+        requests_per_second=round(traffic.requests, 3),
+        rollouts_per_second=round(traffic.rollouts, 3),
+        tokens_per_answer=round(traffic.sampled / traffic.requests),
+        driver=round(driver, 4),
+        worker=round(worker, 4),
     )

@@ -122,6 +122,31 @@ class BatchPlan(Record):
         return f"{self.tokens_per_rollout:,}{held_out}"
 
 
+class RolloutLoad(Record):
+    """Estimated CPU load of the driver and of the rollout workers while the engines sample as fast as they can
+    (`slimx.extras.rollout_workers.load`)."""
+
+    workers: int
+    """Number of processes that generate rollouts (`rollout.workers`); 1: the driver alone."""
+    requests_per_second: float
+    rollouts_per_second: float
+    tokens_per_answer: int
+    """Assumed mean number of tokens that a request samples."""
+    driver: float
+    """CPU time per second of the driver, as a share of a core; without workers, that of its rollouts too."""
+    worker: float
+    """The same for each worker; 0 without workers."""
+
+    @property
+    def text(self) -> str:
+        """The load and the traffic that causes it, as text."""
+        loads = f"driver {self.driver:.0%} of a core"
+        if self.workers > 1:
+            loads += f", {self.workers} workers at {self.worker:.0%}"
+        traffic = f"{self.requests_per_second:,.0f} requests/s of {self.tokens_per_answer:,} sampled tokens"
+        return f"estimated: at most {loads}, while engines sample as fast as their GPUs permit: {traffic}"
+
+
 class PublicationFigures(Record):
     """Figures of one compiled publication to all engines. The compiler verifies that every element is written exactly
     once and rejects other plans."""
@@ -314,6 +339,8 @@ class PlanReport(Record):
     """Host memory of the fullest node; null if `violations` contains a reason why the run would not start."""
     disk: DiskBytes | None = None
     batch: BatchPlan | None = None
+    rollout_load: RolloutLoad | None = None
+    """Estimated load of driver and rollout workers; null without engines on GPUs."""
     publication: PublicationFigures | None = None
     """Figures of the publication; null if the run has no engines or needs more nodes than
     cluster.nodes."""

@@ -20,7 +20,7 @@ from slimx.config.schema import Config
 from slimx.config.sections.engines import Engines
 from slimx.config.sections.policies import Policy
 from slimx.errors import SlimxError
-from slimx.extras.planner.batch_plan import batch_plan
+from slimx.extras.planner.batch_plan import batch_plan, rollout_load
 from slimx.extras.planner.memory.engine import engine_memory
 from slimx.extras.planner.memory.node import disk_bytes, host_memory, kept_batches
 from slimx.extras.planner.memory.phases import colocated_memory, phase_memory
@@ -263,6 +263,7 @@ def _of_layout(
         "host": host,
         "disk": disk_bytes(config, spec, critic[0] if critic else None, batch),
         "batch": batch,
+        "rollout_load": rollout_load(config, spec),
     }
 
 

@@ -57,7 +57,7 @@ def describe(report: PlanReport) -> list[str]:
     lines += [f"frozen      {_engines(group)}" for group in report.frozen]
     lines += _places(report.rank_map, report.device)
     lines += [f"kernels     {sentence}" for sentence in report.kernels]
-    lines += _batch(report.batch)
+    lines += [*_batch(report.batch), *(f"  load      {load.text}" for load in [report.rollout_load] if load)]
     lines += _memory(report)
     if report.publication is None:
         why = f"the run lacks {counted(report.nodes_lacking, 'node')}" if report.engines else "the run has no engines"
