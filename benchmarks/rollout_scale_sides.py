@@ -166,7 +166,7 @@ class DriverSide:
         """Takes the next step's rollouts and records them as the loop does. Returns their number."""
         self.step += 1
         batch = await self.manager.next_batch()
-        self.records.keep(self.step, 0, batch)
+        self.records.keep(self.step, 0, batch, self.manager.maker)
         metrics = group_metrics(batch, self.config.eval.passing)
         await self.records.kept()
         self.records.step(self.step, 0, metrics, batch.groups, 1.0)
