@@ -117,7 +117,7 @@ class Reader:
         `reason`: finish reason. `seconds`: wall time to store in the completion.
         """
         count = stop - start
-        ids, logprobs, support = _sampled(meta, count)
+        ids, logprobs, candidates = _sampled(meta, count)
         if len(ids) != count or len(logprobs) != count:
             raise SlimxError(
                 f"{self.url} returned {len(logprobs)} log-probs for {count} sampled tokens; start the engine "
@@ -125,13 +125,16 @@ class Reader:
                 code="answer.logprobs",
                 about=self.url,
             )
-        if request.restricted and (support is None or len(support) != count):
-            raise SlimxError(
-                f"{self.url} did not return the top-k and top-p candidates of all {count} sampled tokens; start the "
-                "engine with the slimx plugin",
-                code="answer.support",
-                about=self.url,
-            )
+        support = None
+        if request.restricted:
+            support = candidates
+            if len(support) != count:
+                raise SlimxError(
+                    f"{self.url} returned top-k and top-p candidates for only {len(support)} of {count} sampled "
+                    "tokens; start the engine with the slimx plugin",
+                    code="answer.support",
+                    about=self.url,
+                )
         return Completion(
             token_ids=ids,
             logprobs=as_logprobs(logprobs, self.url),
@@ -172,24 +175,27 @@ def _decoded(text: str, source: np.dtype, dtype: np.dtype) -> np.ndarray:
     return ids[:count]
 
 
-def _sampled(meta: Meta, count: int) -> tuple[np.ndarray, Sequence[float | None] | np.ndarray, Support | None]:
-    """Returns ids and log-probs of the last `count` sampled tokens, and the candidates that top-k and top-p kept for
-    them, with which the log-probs are those among the candidates."""
+def _sampled(meta: Meta, count: int) -> tuple[np.ndarray, Sequence[float | None] | np.ndarray, Support]:
+    """Returns ids, log-probs and candidates of the last `count` sampled tokens.
+
+    The candidates are those that top-k and top-p kept, among which the log-probs then are. Without top-k and top-p,
+    there are no candidates, for no token.
+    """
     if "token_ids" in meta:
-        ids, counts, candidates = (
-            np.frombuffer(meta.get(name, b""), np.int32) for name in ("token_ids", "support_counts", "support_ids")
+        ids, kept, counts = (
+            np.frombuffer(meta.get(name, b""), np.int32) for name in ("token_ids", "support_ids", "support_counts")
         )
         counts = counts[:count]
-        support = Support(ids=candidates[: counts.sum()], counts=counts) if "support_ids" in meta else None
-        return ids[:count], np.frombuffer(meta["logprobs"], np.float32)[:count], support
+        logprobs = np.frombuffer(meta["logprobs"], np.float32)
+        return ids[:count], logprobs[:count], Support(ids=kept[: counts.sum()], counts=counts)
     sampled = _last(meta, "output_token_logprobs", count)
-    ids = np.array([entry[1] for entry in sampled], np.int32)
-    if not meta.get("output_token_sampling_mask"):
-        return ids, [entry[0] for entry in sampled], None
     rows = _last(meta, "output_token_sampling_mask", count)
-    counts = np.array([len(row) for row in rows], np.int32)
-    support = Support(ids=np.array(list(chain.from_iterable(rows)), np.int32), counts=counts)
-    return ids, _last(meta, "output_token_sampling_logprobs", count), support
+    values = [entry[0] for entry in sampled]
+    if rows:
+        values = _last(meta, "output_token_sampling_logprobs", count)
+    ids = np.array([entry[1] for entry in sampled], np.int32)
+    kept = np.array(list(chain.from_iterable(rows)), np.int32)
+    return ids, values, Support(ids=kept, counts=np.array([len(row) for row in rows], np.int32))
 
 
 def _last(meta: Meta, name: str, count: int) -> list:
