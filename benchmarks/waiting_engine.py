@@ -1,16 +1,19 @@
 """The engine of benchmarks/rollout_waiting.py, which samples at an exact rate, and a clock that ignores the machine's
-load."""
+load. Like an engine of a run, it answers in the packed form of slimx.extras.packed_answers if a request asks for it."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
+import numpy as np
 from aiohttp import web
 
 
@@ -50,7 +53,11 @@ class Engine:
     is woken late."""
 
     def __init__(self, token_ids: Sequence[int], slots: int, seconds: float):
-        self._entries = [[-0.5, token, None] for token in token_ids]
+        self._lists = {"output_token_logprobs": [[-0.5, token, None] for token in token_ids]}
+        self._columns = {
+            "token_ids": np.array(token_ids, np.int32).tobytes(),
+            "logprobs": np.full(len(token_ids), -0.5, np.float32).tobytes(),
+        }
         self._seconds = seconds
         self._free = [0.0] * slots
         """Times at which the slots become free."""
@@ -69,13 +76,11 @@ class Engine:
         finally:
             self.open -= 1
         self.done += 1
-        meta = {
-            "output_token_logprobs": self._entries,
-            "finish_reason": {"type": "stop"},
-            "weight_version": "0",
-            "prompt_tokens": len(body["input_ids"]),
-        }
-        return web.json_response({"text": "", "meta_info": meta})
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": "0"}
+        if "packed" in json.loads(body.get("custom_labels", {}).get("slimx", "{}")):
+            packed = msgspec.msgpack.encode({"meta_info": meta | self._columns})
+            return web.Response(body=packed, content_type="application/msgpack")
+        return web.json_response({"text": "", "meta_info": meta | self._lists})
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[str]:

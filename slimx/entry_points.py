@@ -38,6 +38,7 @@
     slimx.roundings           rounding of matrix products' inputs in training: `trainer.fp8`, `trainer.qat`
     slimx.rules               modules with rules that a configuration is checked against
     slimx.sections            further sections of the configuration
+    slimx.server_hooks        hooks in SGLang's processes: functions that register them
     slimx.server_verbs        operations that an engine's ranks perform: functions of SGLang's model runner
     slimx.sinks               destinations of a step's metrics
     slimx.toolboxes           toolboxes by name: `rollout.options.toolbox`

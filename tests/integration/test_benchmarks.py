@@ -14,6 +14,7 @@ FOLDER = ROOT / "benchmarks"
 pytestmark = pytest.mark.integration
 
 QUICK = {
+    "answers": "--tokens 100 --routed 1100 --rounds 1",
     "convert": "--gb 0.02 --hidden 256 --rounds 1 --only hf-to-megatron",
     "delta_rule": "--tokens 32 --heads 2 --size 16 --cut 10 --requests 2",
     "exact_cuda": "",

@@ -51,6 +51,10 @@ VERBS = "slimx.server_verbs"
 """Entry point group of additional verbs: functions that clients call by name on every rank. They take the model runner
 and the verb's arguments, and return JSON."""
 
+HOOKS = "slimx.server_hooks"
+"""Entry point group of functions that register further hooks. They take the registry, the enumeration of hook types,
+and whether the process is the server's first and whether it is or becomes a scheduler."""
+
 
 class Parallelism(Protocol):
     """The part of SGLang's ParallelismInfo that the plugin uses."""
@@ -91,6 +95,9 @@ def register() -> None:
     # spawned child after importing the child's main module. Forked processes inherit the hooks.
     server = multiprocessing.parent_process() is None
     forks = server and is_cpu() and SPAWN not in sys.argv
+    scheduler = forks or SCHEDULER in sys.modules
+    for add in entry_points.load_all(HOOKS).values():
+        add(HookRegistry, HookType, server, scheduler)
     if server:
         HookRegistry.register(sglang_hooks.GENERATE, partial(sglang_hooks.take_fields, form), HookType.BEFORE)
         os.memfd_create(sglang_hooks.LOADS, os.MFD_CLOEXEC)  # stays open as long as this process lives
@@ -99,7 +106,7 @@ def register() -> None:
         HookRegistry.register(sglang_hooks.LOADS_PATH, sglang_hooks.loads_path, HookType.REPLACE)
     if forks:
         HookRegistry.register(sglang_hooks.START_METHOD, sglang_hooks.fork_from_here, HookType.AFTER)
-    if SCHEDULER in sys.modules or forks:
+    if scheduler:
         HookRegistry.register(CHECK_WEIGHTS, check_weights, HookType.AROUND)
         HookRegistry.register(sglang_hooks.ADJUST, sglang_hooks.carry_seeds, HookType.AFTER)
         HookRegistry.register(sglang_hooks.PAUSED, sglang_hooks.wait_while_paused, HookType.AFTER)

@@ -19,6 +19,9 @@ from slimx.json_types import Json
 
 RECEIVER = "slimx.adapters.sglang.weights.receiver.load_staged"
 """Dotted path of the function that SGLang calls to load staged weights (as a custom weight loader)."""
+PACKED = b"\x81"
+"""First byte of a packed answer (slimx/adapters/sglang/answers.py), a MessagePack map with one key; JSON has no such
+byte there."""
 REFUSED = (401, 403)
 """HTTP statuses with which a server refuses a call whose key is missing or wrong."""
 
@@ -49,11 +52,14 @@ async def request(
 
 
 def parse_body(body: str | bytes) -> Json:
-    """Returns the JSON object in a response; any other body is returned as {"text": body}.
+    """Returns the object in a response, in JSON or MessagePack; any other body is returned as {"text": body}.
 
     Parses with msgspec, because responses contain numbers for every token."""
     try:
-        value = msgspec.json.decode(body)
+        if isinstance(body, bytes) and body.startswith(PACKED):
+            value = msgspec.msgpack.decode(body)
+        else:
+            value = msgspec.json.decode(body)
     except ValueError:  # includes errors of msgspec and of decoding UTF-8
         value = None
     if isinstance(value, dict):

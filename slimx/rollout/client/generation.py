@@ -122,7 +122,7 @@ class GenerationClient:
     def _request_body(self, request: GenerationRequest) -> Json:
         """Returns the JSON body of a sampling request."""
         parameters = {**request.sampling, "sampling_seed": request.seed}
-        fields: Json = {}
+        fields: Json = {"packed": self._reader.dtype.name}
         if request.restricted:
             # SGLang's default log-probs are over the whole vocabulary, regardless of top-k and top-p.
             fields["return_sampling_mask"] = True

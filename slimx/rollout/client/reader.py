@@ -1,8 +1,13 @@
-"""Parses SGLang's responses to /generate into completions: tokens, log-probs, versions, candidates and experts."""
+"""Parses SGLang's responses to /generate into completions: tokens, log-probs, versions, candidates and experts.
+
+The slimx plugin of a server answers with packed columns (slimx/adapters/sglang/answers.py); servers without it, and
+streams, with lists in JSON.
+"""
 
 from __future__ import annotations
 
 import binascii
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -22,6 +27,7 @@ Meta = Json
 PORTION = 2**20
 """Number of base64 characters decoded at once. It is a multiple of 16, because 16 characters encode three int32 expert
 ids."""
+INT32 = np.dtype(np.int32)
 
 
 class Reader:
@@ -36,6 +42,8 @@ class Reader:
         self.url = url
         self.shape = shape
         self.adapters = adapters
+        self.dtype = np.dtype(np.uint8 if shape.experts <= 256 else np.uint16)
+        """Type of expert ids."""
 
     async def completion(self, meta: Meta, request: GenerationRequest, seconds: float) -> Completion:
         """Returns the complete response to `request` as a completion.
@@ -46,7 +54,7 @@ class Reader:
         routed = self.routed(request)
         reason = (meta["finish_reason"] or {"type": "abort"})["type"]
         aborted = reason == "abort"
-        count = len(meta.get("output_token_logprobs") or [])
+        count = len(meta.get("token_ids", b"")) // INT32.itemsize or len(meta.get("output_token_logprobs") or [])
         if aborted and routed and not meta.get("routed_experts"):
             # A request that is aborted in the queue, even after it ran and was retracted, returns no routed experts.
             count = 0
@@ -72,11 +80,14 @@ class Reader:
     async def experts(self, meta: Meta, rows: int) -> np.ndarray:
         """Returns the expert ids of `rows` input positions, uint8 or uint16 [rows, layers, k].
 
-        Decodes in a thread, because the response may contain tens of megabytes of ids.
+        Decodes base64 in a thread, because the response may contain tens of megabytes of ids.
         """
         shape = (rows, self.shape.layers, self.shape.top_k)
-        dtype = np.dtype(np.uint8 if self.shape.experts <= 256 else np.uint16)
-        ids = await in_thread(_decoded, meta.get("routed_experts") or "", dtype)
+        answer = meta.get("routed_experts") or b""
+        if isinstance(answer, bytes):
+            ids = np.frombuffer(answer, self.dtype)
+        else:
+            ids = await in_thread(_decoded, answer, self.dtype if "packed" in meta else INT32, self.dtype)
         if ids.size != np.prod(shape):
             raise SlimxError(
                 f"{self.url} returned {ids.size} expert ids, which do not fill the shape {shape} (tokens, layers, "
@@ -106,20 +117,26 @@ class Reader:
         `reason`: finish reason. `seconds`: wall time to store in the completion.
         """
         count = stop - start
-        sampled = _last(meta, "output_token_logprobs", count)
-        if len(sampled) != count:
+        ids, logprobs, candidates = _sampled(meta, count)
+        if len(ids) != count or len(logprobs) != count:
             raise SlimxError(
-                f"{self.url} returned {len(sampled)} log-probs for {count} sampled tokens; start the engine "
+                f"{self.url} returned {len(logprobs)} log-probs for {count} sampled tokens; start the engine "
                 "with SGLang 0.5.23",
                 code="answer.logprobs",
                 about=self.url,
             )
         support = None
-        logprobs = [entry[0] for entry in sampled]
         if request.restricted:
-            support, logprobs = self._support(meta, count)
+            support = candidates
+            if len(support) != count:
+                raise SlimxError(
+                    f"{self.url} returned top-k and top-p candidates for only {len(support)} of {count} sampled "
+                    "tokens; start the engine with the slimx plugin",
+                    code="answer.support",
+                    about=self.url,
+                )
         return Completion(
-            token_ids=np.array([entry[1] for entry in sampled], np.int32),
+            token_ids=ids,
             logprobs=as_logprobs(logprobs, self.url),
             versions=self._versions(meta, start, stop) if count else [],
             finish_reason=reason,
@@ -130,22 +147,6 @@ class Reader:
             support=support,
             policy=request.policy,
         )
-
-    def _support(self, meta: Meta, count: int) -> tuple[Support, list[float]]:
-        """Returns the candidates that top-k and top-p kept for the last `count` tokens, and each sampled token's
-        log-prob among its candidates."""
-        candidates = _last(meta, "output_token_sampling_mask", count)
-        logprobs = _last(meta, "output_token_sampling_logprobs", count)
-        if len(candidates) != count or len(logprobs) != count:
-            raise SlimxError(
-                f"{self.url} returned top-k and top-p candidates for only {len(candidates)} of {count} sampled tokens; "
-                "start the engine with the slimx plugin",
-                code="answer.support",
-                about=self.url,
-            )
-        ids = np.array(list(chain.from_iterable(candidates)), np.int32)
-        counts = np.array([len(row) for row in candidates], np.int32)
-        return Support(ids=ids, counts=counts), logprobs
 
     def _versions(self, meta: Meta, start: int, stop: int) -> list[VersionSpan]:
         """Returns the version ranges of the tokens at `start` to `stop`, with positions relative to `start`."""
@@ -163,15 +164,38 @@ class Reader:
         return versions
 
 
-def _decoded(text: str, dtype: np.dtype) -> np.ndarray:
-    """Decodes base64-encoded int32 expert ids into an array [n] of `dtype`, a smaller integer type."""
-    ids = np.empty(len(text) * 3 // 16, dtype)
+def _decoded(text: str, source: np.dtype, dtype: np.dtype) -> np.ndarray:
+    """Decodes base64-encoded expert ids of type `source` into an array [n] of `dtype`, perhaps a smaller type."""
+    ids = np.empty(len(text) * 3 // (4 * source.itemsize), dtype)
     count = 0
     for start in range(0, len(text), PORTION):  # in portions, because each call holds the GIL
-        part = np.frombuffer(binascii.a2b_base64(text[start : start + PORTION]), np.int32)
+        part = np.frombuffer(binascii.a2b_base64(text[start : start + PORTION]), source)
         ids[count : count + len(part)] = part
         count += len(part)
     return ids[:count]
+
+
+def _sampled(meta: Meta, count: int) -> tuple[np.ndarray, Sequence[float | None] | np.ndarray, Support]:
+    """Returns ids, log-probs and candidates of the last `count` sampled tokens.
+
+    The candidates are those that top-k and top-p kept, among which the log-probs then are. Without top-k and top-p,
+    there are no candidates, for no token.
+    """
+    if "token_ids" in meta:
+        ids, kept, counts = (
+            np.frombuffer(meta.get(name, b""), np.int32) for name in ("token_ids", "support_ids", "support_counts")
+        )
+        counts = counts[:count]
+        logprobs = np.frombuffer(meta["logprobs"], np.float32)
+        return ids[:count], logprobs[:count], Support(ids=kept[: counts.sum()], counts=counts)
+    sampled = _last(meta, "output_token_logprobs", count)
+    rows = _last(meta, "output_token_sampling_mask", count)
+    values = [entry[0] for entry in sampled]
+    if rows:
+        values = _last(meta, "output_token_sampling_logprobs", count)
+    ids = np.array([entry[1] for entry in sampled], np.int32)
+    kept = np.array(list(chain.from_iterable(rows)), np.int32)
+    return ids, values, Support(ids=kept, counts=np.array([len(row) for row in rows], np.int32))
 
 
 def _last(meta: Meta, name: str, count: int) -> list:

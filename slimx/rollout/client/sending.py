@@ -70,14 +70,14 @@ def failed(error: aiohttp.ClientError) -> Answer:
     return status, {"text": raised(error)}
 
 
-def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]], who: str) -> np.ndarray:
+def as_logprobs(values: Sequence[float | None] | Sequence[Sequence[float | None]] | np.ndarray, who: str) -> np.ndarray:
     """Converts log-probs from a response of the server `who` to float32, in the shape of `values`.
 
-    Raises SlimxError for NaN (null in JSON), which means that the weights are not finite or a GPU computes wrong
-    values.
+    Raises SlimxError for NaN and infinity (null in JSON), which mean that the weights are not finite or a GPU computes
+    wrong values.
     """
     logprobs = np.array(values, np.float32)
-    if np.isnan(logprobs).any():
+    if not np.isfinite(logprobs).all():
         raise SlimxError(
             f"{who} returned log-probs that are NaN; test the engine's checkpoint with `slimx eval "
             "--checkpoint`, and its GPU with `slimx health`",

@@ -86,7 +86,8 @@ async def test_a_client_names_its_adapters_and_reads_their_version() -> None:
             assert (await client.score([1])).version == 6
             with refused("answer.version", about=url):
                 await client.generate(request)
-        assert {body["custom_labels"]["slimx"] for body in bodies} == {'{"lora_id": "judge"}'}
+        labels = [json.loads(body["custom_labels"]["slimx"]) for body in bodies]
+        assert {label["lora_id"] for label in labels} == {"judge"} and len(labels) == 3
     finally:
         await runner.cleanup()
 
@@ -154,13 +155,13 @@ async def test_the_support_is_requested_if_truncated_and_must_cover_tokens() -> 
                 assert completion.support.counts.tolist() == [2, 1] and completion.support.ids.tolist() == [4, 7, 3]
                 assert completion.logprobs.tolist() == [-0.25, 0.0]
                 labels = json.loads(bodies[number]["custom_labels"]["slimx"])
-                assert labels == {"return_sampling_mask": True}
+                assert labels == {"packed": "uint8", "return_sampling_mask": True}
             # SGLang reports a bounded number only: under top-p alone the whole small vocabulary.
             assert [body["sampling_params"]["top_k"] for body in bodies] == [5, 10]
             for whole in ({}, {"top_k": -1, "top_p": 1.0}, {"top_k": 5, "top_p": 0.5, "temperature": 0.0}):
                 completion = await client.generate(GenerationRequest([1], whole, seed=1))
                 assert completion.support is None and completion.logprobs.tolist() == [-1.5, -0.5]
-                assert "custom_labels" not in bodies[-1]
+                assert "return_sampling_mask" not in bodies[-1]["custom_labels"]["slimx"]
             with refused("answer.support", about=url):
                 await client.generate(GenerationRequest([1], {"top_k": 5}, seed=1))
     finally:

@@ -1,0 +1,1 @@
+"""Answers of engines as binary columns."""
