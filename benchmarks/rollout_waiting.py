@@ -4,7 +4,8 @@
 
 throughput  requests a second at an engine of an exact rate (benchmarks/waiting_engine.py) with `--count` rollouts in
             flight, each of which calls it and then waits 0.1 to 30 s for a tool, turn after turn: through a hook,
-            through slimx.extras.agents.tools, by agents at the proxy, and by plain asyncio (waiting_sides.py).
+            through slimx.extras.agents.tools, by agents at the proxy, by these agents at a server of canned answers
+            instead of slimx, and by plain asyncio (waiting_sides.py).
             The sides take turns, each in a process of its own. Each ends by cancelling all, which is timed
 memory      anonymous memory of the driver for each rollout that waits, in a process of its own for each figure
 deadlines   how late rollouts are ended at `rollout.rollout_deadline`, all at the same moment or spread over seconds
@@ -211,8 +212,14 @@ async def standing(
     engine = Engine(sides.answer_ids(sides.tokenizer()), SLOTS, seconds)
     with tempfile.TemporaryDirectory() as directory:
         config = make_config(Path(directory), count, **rollout)
-        async with engine.served() as url:
-            made = PlainStand(config, url, count, prompt) if side == "plain" else Stand(config, url, side, prompt)
+        async with engine.canned(sides.canned_answer()) if side == "client" else engine.served() as url:
+            made: Any
+            if side == "client":
+                made = sides.ClientStand(url, count, prompt)
+            elif side == "plain":
+                made = PlainStand(config, url, count, prompt)
+            else:
+                made = Stand(config, url, side, prompt)
             async with made as stand:
                 yield stand, engine
 
@@ -332,7 +339,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="rollouts that wait for tools")
     parts = ("throughput", "memory", "deadlines")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--sides", nargs="+", choices=(*sides.HOOKS, "plain"), default=(*sides.HOOKS, "plain"))
+    known = (*sides.HOOKS, *sides.BESIDE)
+    parser.add_argument("--sides", nargs="+", choices=known, default=known)
     parser.add_argument("--count", type=positive, default=2000, help="rollouts in flight")
     parser.add_argument(
         "--counts", type=positive, nargs="+", default=[500, 1000, 2000], help="memory: rollouts that wait"
@@ -354,13 +362,14 @@ def main() -> int:
         for number in range(arguments.rounds):
             for side in arguments.sides if number % 2 == 0 else reversed(arguments.sides):
                 keep("throughput", {"side": side} | apart(throughput, side, count, prompt, arguments.window))
+        print("\n".join(sides.above_plain(found["throughput"])))
     if "memory" in arguments.only:
-        for side in arguments.sides:
+        for side in (side for side in arguments.sides if side != "client"):
             for waiting in arguments.counts:
                 row = {"side": side, "count": waiting} | apart(memory, side, waiting, prompt, scale=0.01)
                 keep("memory", row)
     if "deadlines" in arguments.only:
-        for side in (side for side in arguments.sides if side != "plain"):
+        for side in (side for side in arguments.sides if side in sides.HOOKS):
             for seconds in (SPREAD_S, 0.0):
                 keep("deadlines", {"side": side, "spread_s": seconds} | apart(deadlines, side, count, prompt, seconds))
     missed = [row for row in found.get("throughput", []) if row["share"] < THROUGHPUT_GOAL]

@@ -3,14 +3,17 @@
 hook    a generate hook that calls the engine and waits
 tools   slimx.extras.agents.tools with a toolbox that waits
 agent   slimx.extras.agents.agent: a client of the run's chat completions that waits
-plain   asyncio and aiohttp alone: the same requests and waits, and no slimx"""
+plain   asyncio and aiohttp alone: the same requests and waits, and no slimx
+
+`ClientStand` runs the agents of `agent` without slimx: what they cost themselves."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import statistics
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,7 +168,48 @@ async def agent_rollout(ctx: RolloutContext, prompt: Prompt) -> list[Trajectory]
     return await agent.generate(ctx, prompt, agent="waiting_sides.solve")
 
 
+class ClientStand:
+    """The agents of `agent_rollout`, one task per agent in flight, at a server of canned answers."""
+
+    def __init__(self, url: str, count: int, prompt: int) -> None:
+        self.url, self.count, self.rollouts = url, count, 0
+        self._prompt = Prompt(id="p", messages=[{"role": "user", "content": "q" * (prompt - 10)}])
+
+    async def go_on(self) -> None:
+        """Runs agent after agent."""
+        await asyncio.gather(*(self._work(number) for number in range(self.count)))
+
+    async def _work(self, number: int) -> None:
+        again = 0
+        while True:
+            await solve(f"{self.url}/{number}-{again}/v1", self._prompt)
+            self.rollouts += 1
+            again += 1
+
+    async def stop(self) -> None: ...
+
+    async def __aenter__(self) -> ClientStand:
+        CLIENT[:] = [aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await CLIENT[0].close()
+
+
+def canned_answer() -> bytes:
+    """Returns the body of a chat completion as the proxy answers the agents."""
+    text = CALL.rjust(ANSWER - 1, ".")
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+    usage = {"prompt_tokens": 1000, "completion_tokens": ANSWER, "total_tokens": 1000 + ANSWER}
+    usage_details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    head = {"id": "chatcmpl-0", "object": "chat.completion", "created": 0, "model": "policy"}
+    return json.dumps(head | {"choices": [choice], "usage": usage | usage_details}).encode()
+
+
 HOOKS = {"hook": hook, "tools": tool_rollout, "agent": agent_rollout}
+BESIDE = ("client", "plain")
+"""Sides without slimx."""
 
 
 async def plain(
@@ -192,3 +236,23 @@ async def plain(
         logprobs += [entry[0] for entry in sampled]
         await wait()
         ids = [*ids, *result]
+
+
+def above_plain(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line for each side of slimx with its CPU time per request above that of plain asyncio, and above that
+    of the agents' own client as well. `rows`: the figures of the throughput part."""
+    ms = {side: median(row["cpu_ms_request"] for row in rows if row["side"] == side) for side in (*HOOKS, *BESIDE)}
+    lines = []
+    for side in HOOKS:
+        above = ms[side] - ms["plain"]
+        text = f"CPU ms per request above plain ({ms['plain']:.2f}): {side} {above:.2f}"
+        if side == "agent":
+            text += f", of which the agents' client {ms['client']:.2f} and slimx {above - ms['client']:.2f}"
+        lines.append(text)
+    return [line for line in lines if "nan" not in line]
+
+
+def median(of: Iterable[float]) -> float:
+    """Returns the median; NaN of nothing."""
+    found = list(of)
+    return statistics.median(found) if found else float("nan")

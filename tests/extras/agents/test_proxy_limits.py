@@ -13,7 +13,7 @@ import pytest
 
 from slimx.extras.agents import agent
 from slimx.extras.agents.proxy.server import ChatProxy
-from slimx.extras.agents.proxy.session import TOKEN_CHARACTERS
+from slimx.extras.agents.proxy.session import QUICK, TOKEN_CHARACTERS
 from tests.extras.agents.proxy_stand import PROMPT, Script, bare, context
 from tests.waits import until
 
@@ -101,6 +101,7 @@ async def test_a_body_that_no_context_could_fill_is_refused():
 
 async def test_the_loop_goes_on_while_messages_become_tokens(monkeypatch: pytest.MonkeyPatch):
     begun, turned = threading.Event(), threading.Event()
+    long = [{"role": "user", "content": "x" * 2 * QUICK}]
 
     def slow(*args: Any, **named: Any) -> list[int]:
         begun.set()
@@ -111,7 +112,7 @@ async def test_the_loop_goes_on_while_messages_become_tokens(monkeypatch: pytest
 
     async def turns_of_the_loop(url: str) -> int:
         async with aiohttp.ClientSession() as http:
-            response = asyncio.ensure_future(http.post(f"{url}/chat/completions", json={"messages": USER}))
+            response = asyncio.ensure_future(http.post(f"{url}/chat/completions", json={"messages": long}))
             turns = 0
             while not response.done():
                 await asyncio.sleep(0.01)

@@ -14,6 +14,7 @@ import pytest
 
 from slimx.extras.agents.proxy.answer import AnswerReader
 from slimx.extras.agents.proxy.apis.openai_chat import CHAT
+from slimx.extras.agents.proxy.bodies import RequestBody
 from slimx.extras.agents.proxy.errors import SHOWN, ApiError
 from slimx.extras.agents.proxy.session import Session, SessionLimits
 from slimx.rollout.hooks import GivenUp
@@ -124,5 +125,5 @@ async def test_a_grammar_is_not_made_in_the_event_loop():
     session = Session(context(Script("2"), None), Reading(tokenizer(), None), SessionLimits(context=1000, requests=9))
     body = {"model": "m", "messages": USER, "tools": TOOLS, "tool_choice": "required"}
     with ThreadPoolExecutor(1) as tokenizing, pytest.raises(ApiError):
-        await session.answer(CHAT, body, None, tokenizing)
+        await session.answer(CHAT, RequestBody(json.dumps(body).encode(), "utf-8"), None, tokenizing)
     assert threads and threads[0] is not threading.main_thread()

@@ -5,12 +5,12 @@ The *thinking* of a response is its reasoning text, which ends with </think>.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slimx.data.chat.responses import THOUGHT_BEGINS, THOUGHT_ENDS
+from slimx.extras.agents.proxy.bodies import decoded
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import ChatRequest, Json, Message
 from slimx.extras.agents.proxy.tool_calls import ATTEMPT, ToolCall, ToolParser
@@ -39,6 +39,8 @@ class AnswerReader:
 
     def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str | None:
         """Returns the stop string that ended the response; None if none did."""
+        if not stop:
+            return None
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return min((string for string in stop if string in text), key=text.find, default=None)
 
@@ -265,6 +267,6 @@ def message_calls(calls: Sequence[ToolCall], request_index: int) -> list[Json]:
 
 def _is_object(call: ToolCall) -> bool:
     try:
-        return isinstance(json.loads(call.arguments), dict)
+        return isinstance(decoded(call.arguments), dict)
     except (ValueError, RecursionError):
         return False

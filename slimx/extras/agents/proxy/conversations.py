@@ -12,20 +12,27 @@ another agent's conversation, a summary in place of earlier messages, or an answ
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slimx.data.chat.tokens import encode_chat, encode_turns
 from slimx.data.records import Image, Trajectory
+from slimx.extras.agents.proxy.bodies import identity
 from slimx.extras.agents.proxy.request import Json, Message
 from slimx.extras.vision.prompts.prepare import without_sources
 from slimx.rollout.client.completion import Completion
 
 if TYPE_CHECKING:
     from slimx.rollout.hooks import RolloutContext
+
+Starts = dict[bytes, "array[int]"]
+"""Token ids of first requests by the digest of their messages and tools."""
+STARTS = 8
+"""Maximum number of first requests of which a group shares the token ids."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +54,26 @@ class Answer:
     """Tool calls of the answer, with the ids that the agent received."""
     images: Sequence[Image] = ()
     """Images in `before`, with indices counted from its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a request in the tree of a rollout's conversations, whose new messages are not tokenized yet."""
+
+    parent: Answer | None
+    """Answer that the request continues; None for a new conversation."""
+    messages: list[Message]
+    """Messages that follow `parent`, with a placeholder for each image."""
+    tools: list[Json] | None
+    digest: bytes
+    """See `Position`."""
+    sources: list[object]
+    """Images of `messages`."""
+
+    @property
+    def characters(self) -> int:
+        """Number of characters of the messages' text."""
+        return sum(len(message["content"]) for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +110,17 @@ class Position:
 
 
 class Conversations:
-    """Conversations of one rollout. Methods raise SlimxError for messages that the chat template refuses."""
+    """Conversations of one rollout."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.starts: Starts = {}
+        """Token ids of first messages, which the rollouts of a group share."""
         self._answers: list[Answer] = []
         self._by_digest: dict[bytes, Answer] = {}
 
-    def locate(self, messages: Sequence[Message], tools: list[Json] | None) -> Position:
-        """Returns the position of the answer to `messages` in the tree. The answer continues the longest earlier
+    def locate(self, messages: Sequence[Message], tools: list[Json] | None) -> Place:
+        """Returns the place of the answer to `messages` in the tree. The answer continues the longest earlier
         conversation with which `messages` start, or else begins a new one."""
         digests = [_digest(b"", tools)]
         for message in messages:
@@ -99,14 +128,35 @@ class Conversations:
         for known in range(len(messages) - 1, 0, -1):
             parent = self._by_digest.get(digests[known])
             if parent is not None:
-                past = _tokens(parent)
                 new, sources = without_sources(_with_ids(parent, messages[known - 1], messages[known:]))
-                ids = encode_turns(self._tokenizer, new, after=past, tools=tools, calls=parent.calls)
-                before = array("i", ids)
-                return Position(parent, before, past + before, digests[-1], sources)
+                return Place(parent, new, tools, digests[-1], sources)
         new, sources = without_sources(messages)
-        before = array("i", encode_chat(self._tokenizer, new, tools))
-        return Position(None, before, before, digests[-1], sources)
+        return Place(None, new, tools, digests[-1], sources)
+
+    def known(self, place: Place) -> Position | None:
+        """Returns the position of a place if another rollout of the group began with the same messages and tools, whose
+        tokens are then known; otherwise None."""
+        before = self.starts.get(_start(place)) if place.parent is None else None
+        return None if before is None else Position(None, before, before, place.digest, place.sources)
+
+    def tokenized(self, place: Place) -> Position:
+        """Returns the position of a place, after tokenizing its messages. Raises SlimxError if the chat template
+        refuses them."""
+        parent = place.parent
+        if parent is None:
+            before = array("i", encode_chat(self._tokenizer, place.messages, place.tools))
+            return Position(None, before, before, place.digest, place.sources)
+        past = _tokens(parent)
+        ids = encode_turns(self._tokenizer, place.messages, after=past, tools=place.tools, calls=parent.calls)
+        before = array("i", ids)
+        return Position(parent, before, past + before, place.digest, place.sources)
+
+    def share(self, place: Place, position: Position) -> None:
+        """Shares the tokens of a first request with the other rollouts of the group."""
+        if place.parent is None:
+            if len(self.starts) >= STARTS:
+                del self.starts[next(iter(self.starts))]
+            self.starts[_start(place)] = position.before
 
     def add(self, position: Position, completion: Completion, message: Message, *, train: bool = True) -> None:
         """Adds a sampled answer at `position`.
@@ -163,7 +213,7 @@ def _tokens(leaf: Answer) -> array[int]:
     out = array("i")
     for answer in _path(leaf):
         out += answer.before
-        out.extend(answer.completion.token_ids.tolist())
+        out.frombytes(np.asarray(answer.completion.token_ids, np.int32).tobytes())
     return out
 
 
@@ -188,10 +238,16 @@ def _content(message: Message) -> list[object]:
     although the sampled tokens stay the same.
     """
     if message["role"] != "assistant":
-        return [message["role"], message["content"], message.get("name"), message.get("tool_call_id")]
+        return [message["role"], message["content"], message.get("name", ""), message.get("tool_call_id", "")]
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     return ["assistant", message["content"].strip(), calls]
 
 
+def _start(place: Place) -> bytes:
+    """Returns a digest of a new conversation's messages and tools, which unlike `Position.digest` covers all that the
+    chat template may render, such as the order of a tool's keys."""
+    return hashlib.sha256(identity([place.tools, place.messages])).digest()
+
+
 def _digest(before: bytes, content: object) -> bytes:
-    return hashlib.sha256(before + json.dumps(content, sort_keys=True).encode()).digest()
+    return hashlib.sha256(before + identity(content, "sorted")).digest()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from slimx.data.integers import as_whole
+from slimx.extras.agents.proxy.bodies import decoded
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.tool_choice import Forced, forced_by
 from slimx.json_types import Json
@@ -127,13 +127,17 @@ def read_message(message: object, path: str = "the message", *, images: Collecti
     if not isinstance(message, dict) or role not in ROLES:
         raise invalid(f"{path}.role", f"must be one of {', '.join(ROLES)}, not {str(role)[:50]!r}")
     content = message.get("content")
-    shown = images if role in ("user", "tool") else None
-    out: Message = {"role": role, "content": content_of("" if content is None else content, f"{path}.content", shown)}
+    if content is None:
+        content = ""
+    elif not isinstance(content, str):
+        content = content_of(content, f"{path}.content", images if role in ("user", "tool") else None)
+    out: Message = {"role": role, "content": content}
     for name in ("name", "tool_call_id"):
-        value = typed(message, name, str, "", path)
-        if value:
-            out[name] = value
-    calls = typed(message, "tool_calls", list, [], path)
+        if name in message:
+            value = typed(message, name, str, "", path)
+            if value:
+                out[name] = value
+    calls = typed(message, "tool_calls", list, [], path) if "tool_calls" in message else None
     if calls:
         out["tool_calls"] = [_tool_call(call, f"{path}.tool_calls") for call in calls]
     return out
@@ -203,13 +207,21 @@ def type_of(part: object) -> str:
 def _tool_call(call: object, path: str) -> Json:
     fields = as_object(call, path)
     function = required(fields, "function", dict, path)
-    name = required(function, "name", str, f"{path}.function")
+    name = function.get("name")
+    if not isinstance(name, str):
+        raise invalid(f"{path}.function.name", "is not a string")
     id = typed(fields, "id", str, "", path)
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # invalid JSON stays as the model wrote it
-            arguments = json.loads(arguments)
+        arguments = _arguments(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(text: str) -> object:
+    try:
+        return decoded(text)
+    except (ValueError, RecursionError):  # invalid JSON stays as the model wrote it
+        return text
 
 
 def most_tokens(fields: Json, name: str) -> int | None:

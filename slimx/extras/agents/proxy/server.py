@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
+from slimx.data.chat.tokens import PromptIds
 from slimx.errors import SlimxError
 from slimx.extras.agents.proxy.apis.anthropic_messages import COUNT_TOKENS, MESSAGES
 from slimx.extras.agents.proxy.apis.base import ChatApi
 from slimx.extras.agents.proxy.apis.openai_chat import CHAT
 from slimx.extras.agents.proxy.apis.openai_responses import RESPONSES
+from slimx.extras.agents.proxy.bodies import CHARSETS, RequestBody, encoded
+from slimx.extras.agents.proxy.conversations import Starts
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.session import TOKEN_CHARACTERS, Session
 from slimx.extras.http.connections import Connections, Listening
@@ -37,10 +40,6 @@ from slimx.runtime.ports import address
 MAX_BODY = 64 * 2**20
 """Maximum size of a request in bytes; without images, the limit is lower if even a trajectory of maximum
 length takes fewer bytes."""
-LARGE_BODY = 100_000
-"""Size in bytes above which a request is parsed in a thread, so that the event loop can serve other requests."""
-CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "utf-16", "utf-32")
-"""Supported charsets of a request body. Some of Python's other charsets, such as punycode, take quadratic time."""
 BODY_DEADLINE = 60.0
 """Maximum time in seconds from a request's headers to the end of its body; a slower request is refused."""
 IDLE_DEADLINE = 120.0
@@ -65,8 +64,11 @@ class ChatProxy:
         self._port = port
         self._sessions: dict[str, tuple[Session, set[asyncio.Task[Any]]]] = {}
         """Sessions by name, each with the tasks of its running requests."""
+        self._starts: WeakKeyDictionary[PromptIds, Starts] = WeakKeyDictionary()
+        """Token ids of first messages, for each group of rollouts."""
         self._server: Listening | None = None
         self._starting = asyncio.Lock()
+        self._url: str
         self._open: Connections
         self._tokenizing: ThreadPoolExecutor
         # A character takes up to 6 bytes, as \uXXXX. The constant is for names and numbers.
@@ -82,6 +84,8 @@ class ChatProxy:
         url = await self._start()
         name = secrets.token_urlsafe(16)
         running: set[asyncio.Task[Any]] = set()
+        if session.group is not None:
+            session.share(self._starts.setdefault(session.group, {}))
         self._sessions[name] = (session, running)
         try:
             yield f"{url}/{name}/v1"
@@ -127,15 +131,16 @@ class ChatProxy:
                     ) from None
                 bypass_proxies(os.environ, [self._host])  # for the API clients of agents in this process
                 self._server = server
+                self._url = f"http://{address(self._host, server.port)}"
                 self._tokenizing = ThreadPoolExecutor(TOKENIZING, "proxy-tokens")
-            return f"http://{address(self._host, self._server.port)}"
+            return self._url
 
     async def _answer(self, session: Session, api: ChatApi, http: web.Request) -> web.StreamResponse:
         return await session.answer(api, await self._body(http), http, self._tokenizing)
 
     async def _count(self, session: Session, api: ChatApi, http: web.Request) -> web.StreamResponse:
         count = await session.count(api, await self._body(http), self._tokenizing)
-        return web.json_response({"input_tokens": count})
+        return web.Response(body=encoded({"input_tokens": count}), content_type="application/json")
 
     async def _served(
         self,
@@ -163,11 +168,12 @@ class ChatProxy:
         finally:
             running.discard(task)
 
-    async def _body(self, http: web.Request) -> object:
-        """Reads and parses the request's JSON body. Raises ApiError if it is too long, arrives too late, or is not
-        JSON."""
+    async def _body(self, http: web.Request) -> RequestBody:
+        """Reads the request's body. Raises ApiError if it is too long, arrives too late, or has an unsupported
+        charset."""
         try:
-            async with asyncio.timeout(self.body_deadline):
+            # A timer for each request would cost more than reading a body that has already arrived.
+            async with contextlib.nullcontext() if http.content.is_eof() else asyncio.timeout(self.body_deadline):
                 data = await http.read()
         except web.HTTPRequestEntityTooLarge:
             text = f"the body exceeds {self._most} bytes, the maximum for a context of {self.context} tokens"
@@ -179,9 +185,7 @@ class ChatProxy:
         if charset not in CHARSETS:
             text = f"charset {charset[:100]!r} of Content-Type is not supported; send UTF-8"
             raise ApiError(text, code="invalid_value", param="Content-Type")
-        if len(data) < LARGE_BODY:
-            return _json(data, charset)
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, _json, data, charset)
+        return RequestBody(data, charset)
 
     async def _models(self, http: web.Request) -> web.Response:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "slimx"}
@@ -194,19 +198,3 @@ class ChatProxy:
             status=404,
         )
         return web.json_response(error.body, status=404)
-
-
-def _json(data: bytes, charset: str) -> object:
-    """Parses a JSON body. Raises ApiError if it is not JSON or is nested too deeply."""
-    try:
-        return json.loads(data.decode(charset))
-    except ValueError:
-        raise ApiError(
-            "the request body is not valid JSON; send a JSON object", code="invalid_json", param="body"
-        ) from None
-    except RecursionError:
-        raise ApiError(
-            "the request body is nested too deeply; send JSON with fewer nested levels",
-            code="invalid_json",
-            param="body",
-        ) from None

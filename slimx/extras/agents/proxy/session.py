@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from aiohttp import web
 
-from slimx.data.records import Trajectory
+from slimx.data.records import Image, Trajectory
 from slimx.errors import DeadlineError, SlimxError, raised
 from slimx.extras.agents.proxy.answer import AnswerReader
 from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
-from slimx.extras.agents.proxy.conversations import Conversations, Position
+from slimx.extras.agents.proxy.bodies import RequestBody, encoded
+from slimx.extras.agents.proxy.conversations import Conversations, Place, Position, Starts
 from slimx.extras.agents.proxy.errors import ApiError
 from slimx.extras.agents.proxy.request import ChatRequest, Json, Message, characters, parts, read_message
 from slimx.extras.vision.prompts.prepare import ImagePromptIds
@@ -24,12 +25,18 @@ from slimx.rollout.client.completion import Completion
 from slimx.rollout.client.sending import AnswerError
 
 if TYPE_CHECKING:
+    from slimx.data.chat.tokens import PromptIds
     from slimx.rollout.hooks import RolloutContext
 
 
 TOKEN_CHARACTERS = 64
 """Upper bound on the characters of a token, many times the average. A request with more characters than the context can
 have at this ratio is refused without tokenizing."""
+BYTE_CHARACTERS = 10
+"""Upper bound on the characters that `characters` counts for a byte of a request, such as 17 for the number 1e15."""
+QUICK = 4096
+"""Characters up to which messages are tokenized at once. Longer ones are tokenized in a thread, which costs more time
+than it takes to tokenize these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +119,16 @@ class Session:
             counts["errors"] = dict(sorted(self._errors.items()))
         return self._conversations.trajectories(self._ctx, counts | metadata)
 
-    async def count(self, api: ChatApi, body: object, tokenizing: Executor) -> int:
+    @property
+    def group(self) -> PromptIds | None:
+        """Object that the rollouts of the session's group have in common; None if there is none."""
+        return self._ctx.prompt_ids
+
+    def share(self, starts: Starts) -> None:
+        """Shares the token ids of first messages with the sessions of the group, which have the same `starts`."""
+        self._conversations.starts = starts
+
+    async def count(self, api: ChatApi, body: RequestBody, tokenizing: Executor) -> int:
         """Returns the length of a request's prompt in tokens, without sampling.
 
         `tokenizing`: executor for parsing and tokenizing. Raises ApiError for an invalid request.
@@ -120,11 +136,13 @@ class Session:
         _, position = await self._read(api, body, tokenizing, strict=False)
         return len(position.token_ids)
 
-    async def answer(self, api: ChatApi, body: object, http: web.Request, tokenizing: Executor) -> web.StreamResponse:
+    async def answer(
+        self, api: ChatApi, body: RequestBody, http: web.Request, tokenizing: Executor
+    ) -> web.StreamResponse:
         """Returns the response to one request.
 
-        `body`: parsed JSON body. `tokenizing`: executor for parsing and tokenizing, so that the event loop can serve
-        other agents. Raises ApiError for failures before anything is sent.
+        `tokenizing`: executor for parsing and tokenizing what is large, so that the event loop can serve other agents.
+        Raises ApiError for failures before anything is sent.
         """
         try:
             request, position = await self._read(api, body, tokenizing, strict=self._strict)
@@ -141,7 +159,8 @@ class Session:
             exchange = Exchange(request, position, sampling, index, writer)
             if request.stream:
                 return await self._stream(exchange, http)
-            return web.json_response(writer.complete(*await self._complete_answer(exchange)))
+            out = encoded(writer.complete(*await self._complete_answer(exchange)))
+            return web.Response(body=out, content_type="application/json")
         except ApiError as error:
             self._count_error(error)
             self.limited |= error.code == "context_length_exceeded"
@@ -183,12 +202,22 @@ class Session:
         return sampling
 
     async def _read(
-        self, api: ChatApi, body: object, tokenizing: Executor, *, strict: bool
+        self, api: ChatApi, body: RequestBody, tokenizing: Executor, *, strict: bool
     ) -> tuple[ChatRequest, Position]:
-        """Parses a request and finds the position of its answer, in a thread of `tokenizing`, and prepares the images
-        of its new messages."""
+        """Parses a request and finds the position of its answer, and prepares the images of its new messages. Takes a
+        thread of `tokenizing` for what would hold up the event loop."""
         loop = asyncio.get_running_loop()
-        request, position = await loop.run_in_executor(tokenizing, self._read_here, api, body, strict)
+        if body.is_large:
+            request, place = await loop.run_in_executor(tokenizing, self._read_here, api, body, strict)
+        else:
+            request, place = self._read_here(api, body, strict)
+        position = self._conversations.known(place)
+        if position is None:
+            if (len(body.data) if place.parent is None else place.characters) <= QUICK:
+                position = self._tokenized(place)
+            else:
+                position = await loop.run_in_executor(tokenizing, self._tokenized, place)
+            self._conversations.share(place, position)
         if self._images is None or not position.sources:
             return request, position
         try:
@@ -196,27 +225,27 @@ class Session:
         except SlimxError as error:
             raise ApiError(str(error), code="invalid_value", param="messages") from error
 
-    def _read_here(self, api: ChatApi, body: object, strict: bool) -> tuple[ChatRequest, Position]:
-        try:
+    def _read_here(self, api: ChatApi, body: RequestBody, strict: bool) -> tuple[ChatRequest, Place]:
+        with _template_errors():
             images = self._known if self.takes_images else None
-            request = api.read(body, self._ctx.engine.sampling, strict=strict, images=images)
+            request = api.read(body.parsed(), self._ctx.engine.sampling, strict=strict, images=images)
             context = self._limits.context
-            for count, most, unit in (
-                (parts(request), context, "messages, calls and tools"),
-                (characters(request), context * TOKEN_CHARACTERS, "characters"),
-            ):
-                if count > most:
-                    text = (
-                        f"This model's maximum context length is {context} tokens, but your messages have {count} "
-                        f"{unit}, more than would fit."
-                    )
-                    raise ApiError(text, code="context_length_exceeded", param="messages")
+            self._check_size(parts(request), context, "messages, calls and tools")
+            if BYTE_CHARACTERS * len(body.data) > context * TOKEN_CHARACTERS:  # otherwise it cannot have too many
+                self._check_size(characters(request), context * TOKEN_CHARACTERS, "characters")
             return request, self._conversations.locate(request.messages, request.tools)
-        except SlimxError as error:
-            raise ApiError(str(error), code="invalid_value", param="messages") from error
-        except RecursionError:
-            text = "tools or tool_calls are nested too deeply for the chat template"
-            raise ApiError(text, code="invalid_value", param="tools") from None
+
+    def _check_size(self, count: int, most: int, unit: str) -> None:
+        if count > most:
+            text = (
+                f"This model's maximum context length is {self._limits.context} tokens, but your messages have {count} "
+                f"{unit}, more than would fit."
+            )
+            raise ApiError(text, code="context_length_exceeded", param="messages")
+
+    def _tokenized(self, place: Place) -> Position:
+        with _template_errors():
+            return self._conversations.tokenized(place)
 
     def _refuse(self, position: Position, code: str, text: str) -> NoReturn:
         """Marks the conversation as stopped and raises ApiError for a limit that was reached."""
@@ -225,11 +254,14 @@ class Session:
             position.parent.stopped = True
         raise ApiError(text, code=code, param="messages")
 
+    def _shown(self, position: Position) -> list[Image]:
+        return position.shown if self.takes_images else []
+
     async def _complete_answer(self, exchange: Exchange) -> tuple[Message, Completion]:
         with _engine_errors():
             position = exchange.position
             completion = await self._ctx.engine.generate(
-                position.token_ids, exchange.sampling, turn=exchange.index, images=position.shown
+                position.token_ids, exchange.sampling, turn=exchange.index, images=self._shown(position)
             )
         return await self._keep(exchange, completion), completion
 
@@ -264,7 +296,7 @@ class Session:
         with _engine_errors():
             position = exchange.position
             stream = self._ctx.engine.stream(
-                position.token_ids, exchange.sampling, turn=exchange.index, images=position.shown
+                position.token_ids, exchange.sampling, turn=exchange.index, images=self._shown(position)
             )
             async with stream as tokens:
                 first = True
@@ -326,6 +358,18 @@ class Session:
         if attempted and not calls:
             self.unreadable_calls += 1
         return message
+
+
+@contextlib.contextmanager
+def _template_errors() -> Iterator[None]:
+    """Converts errors of the chat template, also for a request that is nested too deeply for it, to ApiError."""
+    try:
+        yield
+    except SlimxError as error:
+        raise ApiError(str(error), code="invalid_value", param="messages") from error
+    except RecursionError:
+        text = "tools or tool_calls are nested too deeply for the chat template"
+        raise ApiError(text, code="invalid_value", param="tools") from None
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
+from slimx.extras.agents.proxy.bodies import decoded, encoded
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
@@ -160,7 +161,7 @@ def _blocks(message: Message) -> list[Json]:
     if message.get("content"):
         out.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", []):
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = decoded(call["function"]["arguments"])
         out.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     return out
 
@@ -181,7 +182,7 @@ def _block_events(index: int, block: Json) -> bytes:
 
 
 def _event(kind: str, **data: Any) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encoded({"type": kind, **data}))
 
 
 def _messages(fields: Json, images: Collection[str] | None) -> list[Message]:

@@ -5,11 +5,11 @@ Names are those of OpenAI's API reference for chat completions.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any
 
 from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
+from slimx.extras.agents.proxy.bodies import encoded
 from slimx.extras.agents.proxy.errors import ApiError, invalid
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
@@ -179,7 +179,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def _event(data: Json) -> bytes:
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+    return b"data: " + encoded(data) + b"\n\n"
 
 
 def _finish_reason(message: Message, completion: Completion) -> str:

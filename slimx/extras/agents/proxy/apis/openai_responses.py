@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from slimx.extras.agents.proxy.apis.base import AnswerWriter, ChatApi
+from slimx.extras.agents.proxy.bodies import encoded
 from slimx.extras.agents.proxy.errors import ApiError, invalid, unsupported
 from slimx.extras.agents.proxy.request import (
     ChatRequest,
@@ -174,7 +175,7 @@ class ResponseWriter(AnswerWriter):
     def _event(self, kind: str, **data: object) -> bytes:
         event = {"type": kind, "sequence_number": self._events, **data}
         self._events += 1
-        return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), encoded(event))
 
     def _frame(self, status: str) -> Json:
         request = self.request
