@@ -66,7 +66,9 @@ def worker_count(config: Config) -> int:
     if not config.served.policy:
         return 0
     if workers == "auto":
-        workers = entry_points.load("slimx.rollout_workers", "count")(config) if config.cluster.ray_address else 1
+        workers = 1
+        if config.cluster.ray_address:
+            workers = entry_points.load("slimx.rollout_workers", "count")(config)
     return 0 if workers == 1 else workers
 
 

@@ -296,7 +296,7 @@ class Run:
             return
         await self.finish_save()
         with self.phase("save"):
-            await self.rollouts.collect()
+            await self.maker.collect()
             state = self.checkpoints.state(self.step, self.version, self.rollouts.state())
             async with self.trainers_turn():
                 await self.recovery.with_retry(lambda: self.checkpoints.save(state))

@@ -1,4 +1,4 @@
-"""What rollouts need of a policy, and the server through which agents sample."""
+"""The client, tokenizer and vocabulary of a policy, and the server through which agents sample."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ async def generate(
             seconds = time.perf_counter() - began
             await in_thread(files.write, step + 1, 0, batch.groups, batch.dropped)
             step += 1
-            await manager.collect()
+            await manager.maker.collect()
             await in_thread(_save, saves, RunState(step, 0, policies={}, rollouts=manager.state()))
             metrics = _metrics(batch, seconds, config.eval.passing)
             tracker.log(step, metrics, version=0)

@@ -20,8 +20,8 @@ class ReportColumns(Columns):
     outlives the worker."""
 
     def __init__(self, index: int = 0, reference: Any = None):
-        """`index`: position of the group in the object. `reference`: Ray's reference to the object; None in the worker,
-        which does not know it."""
+        """Creates the handle of group `index` of an object. `reference`: Ray's reference to the object; None in the
+        worker, which does not know it."""
         self.index = index
         self.reference = reference
         self._group: Group | None = None

@@ -162,9 +162,9 @@ def read_journal(path: Path) -> dict[str, list[SavedRollout]]:
     for entry in _entries(path):
         key = entry.group, entry.index
         if entry.trajectories is None and entry.recorded is None:
-            for held in (completions, done, last):
-                for other in [other for other in held if other[0] == entry.group]:
-                    del held[other]
+            for entries in (completions, done, last):
+                for other in [other for other in entries if other[0] == entry.group]:
+                    del entries[other]
         if entry.trajectories is not None:
             done[key] = entry.trajectories
         if entry.recorded is not None:

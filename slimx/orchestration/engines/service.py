@@ -140,8 +140,8 @@ class EngineService:
         self.clients: dict[str, GenerationClient] = {}
         """Clients of the engines by policy, added by `open`."""
         self.proxy: AgentServer | None = None
-        self._workers: Any = None
-        """`GroupMaker` whose groups rollout workers generate; None if this process generates them."""
+        self._pool: GroupMaker | None = None
+        """Maker whose groups rollout workers generate; None if this process generates them."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> EngineService:
@@ -220,19 +220,17 @@ class EngineService:
         self._stack.push_async_callback(self.evaluation_engines.cancel)  # before the clients close
         count = worker_count(self.config)
         if count:
-            self._workers = self._maker(entry_points.load("slimx.rollout_workers", "pool"), self)
+            self._pool = pool = self._maker(entry_points.load("slimx.rollout_workers", "pool"), self)
             served_by = {name: group for name, group, clients in served if clients is self.clients}
             await self._stack.enter_async_context(
-                self._workers.started(
-                    count, endpoints, served_by, context, self.logs, note=self.note, record=self._record
-                )
+                pool.started(count, endpoints, served_by, context, self.logs, note=self.note, record=self._record)
             )
 
     def make_maker(self, served: FrozenEngines | None = None) -> GroupMaker:
         """Returns a `GroupMaker` that generates rollouts with the engines of `served`, by default those of this
         service. The caller must close it."""
         if served is None:
-            return self._workers or self._maker(GroupMaker, self)
+            return self._pool or self._maker(GroupMaker, self)
         return self._maker(GroupMaker, served)
 
     def _maker[M: GroupMaker](self, kind: type[M], served: EngineService | FrozenEngines) -> M:

@@ -117,10 +117,6 @@ class RolloutManager:
         """Interrupts all requests until `next_batch` is called again; the tokens sampled so far are kept."""
         await self.maker.gate.close(self.abort, self.config.rollout.interrupt_deadline)
 
-    async def collect(self) -> None:
-        """Must be awaited directly before `state`: collects the progress of groups that other processes generate."""
-        await self.maker.collect()
-
     def admit(self) -> None:
         """Starts groups until the number of open tickets reaches the limit that applies while a batch is awaited."""
         self._admit(self.rules.max_open)

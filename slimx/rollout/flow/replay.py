@@ -43,9 +43,6 @@ class Replay:
     async def rest(self) -> None:
         """Does nothing, because no request is in flight."""
 
-    async def collect(self) -> None:
-        """Does nothing, because no group is in progress."""
-
     async def stop(self) -> None:
         """Does nothing, because no request is in flight."""
 

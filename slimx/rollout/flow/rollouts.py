@@ -139,7 +139,7 @@ class GroupMaker:
         self.versions = dict.fromkeys(self.versions, version)
 
     async def begin(self, policy: str, version: int) -> None:
-        """Must be awaited before engines of `policy` may receive the weights of `version`."""
+        """Permits tokens of `version`; awaited before engines of `policy` receive the version's weights."""
         self.begun[policy] = version
 
     async def aside[T](self, function: Callable[..., T], *arguments: object) -> T:
@@ -147,7 +147,7 @@ class GroupMaker:
         return await in_thread(function, *arguments)
 
     async def collect(self) -> None:
-        """Brings the progress objects of all groups in progress up to date, if other processes generate them."""
+        """Updates the progress of groups that other processes generate; awaited directly before it is saved."""
 
     async def make(
         self,

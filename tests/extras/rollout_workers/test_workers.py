@@ -91,7 +91,7 @@ async def test_a_checkpoint_contains_the_progress_of_workers(tmp_path, model):
             await asyncio.sleep(0.4)  # first turns are answered, second ones have not begun
             batch.cancel()
             await rollouts.manager.rest()
-            await rollouts.manager.collect()
+            await rollouts.manager.maker.collect()
             state = rollouts.manager.state()
             state["tickets"] = decode(list[SavedTicket], encode(state["tickets"]))
         before = dict(engine.sampled)
