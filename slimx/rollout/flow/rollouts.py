@@ -139,7 +139,7 @@ class GroupMaker:
         self.versions = dict.fromkeys(self.versions, version)
 
     async def begin(self, policy: str, version: int) -> None:
-        """Permits tokens of `version`; awaited before engines of `policy` receive the version's weights."""
+        """Records the version whose weights engines of `policy` may receive from now on."""
         self.begun[policy] = version
 
     async def aside[T](self, function: Callable[..., T], *arguments: object) -> T:
