@@ -195,7 +195,7 @@ class WorkerResources(Section):
     memory: Positive | None = None
     """Memory in GiB that Ray reserves for each worker. A worker that uses more is restarted. null: no limit."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Labels of the nodes on which workers run, by key (`ray start --labels`); empty: any node."""
+    """Labels of the nodes on which workers run, by key, as Ray's option --labels sets them; empty: any node."""
 
 
 class Rollout(Section):

@@ -171,6 +171,7 @@ def _predicted(compiled: CompiledPublication, config: Config, report: PlanReport
     trial = rehearse()
     shown = None
     if trial.holds:
-        loaded = max(record.weights for record in report.engine_memory)
+        # Engines of another policy load the weights of that policy, which the plan of that policy counts.
+        loaded = max((record.weights for record in report.engine_memory), default=0)
         shown = predictions(compiled, config.publish, sizes, report.engines, loaded)
     return Predicted(model_off_here=trial.off, shown=trial.holds, publications=shown)

@@ -14,6 +14,9 @@ from slimx.data.saved.codec import decode, encode
 from slimx.data.stored import Columns
 from slimx.errors import one_line
 
+FETCH_S = 600.0
+"""Seconds within which Ray must bring groups to this machine; later they count as lost."""
+
 
 class ReportColumns(Columns):
     """Handle of an encoded group in the object that accompanies a worker's report. The driver owns the object, so it
@@ -32,7 +35,7 @@ class ReportColumns(Columns):
     def load(self) -> Group:
         if self._group is None:
             try:
-                self._read(ray.get(self.reference))
+                self._read(ray.get(self.reference, timeout=FETCH_S))
             except ray.exceptions.RayError as error:
                 raise LookupError(one_line(error)) from error
         assert self._group is not None
@@ -42,7 +45,7 @@ class ReportColumns(Columns):
         missing = [handle for handle in handles if isinstance(handle, ReportColumns) and handle._group is None]
         references = list({handle.reference: None for handle in missing})
         with suppress(ray.exceptions.RayError):  # `load` reads the others one by one, and raises it for the lost ones
-            objects = dict(zip(references, ray.get(references), strict=True))
+            objects = dict(zip(references, ray.get(references, timeout=FETCH_S), strict=True))
             for handle in missing:
                 handle._read(objects[handle.reference])
 

@@ -131,9 +131,9 @@ async def test_unusable_calls_are_answered_and_a_report_names_its_end(prompts, t
     ]
     found, _ = await play(prompts["intervals"], says, toolbox_options=toolbox_options, sub_turns=2, max_result=45)
     sub, main = map(text_of, found)
-    assert "tool: delegate takes exactly this string: task.<end>" in main
-    assert "tool: There is no tool nothing.<end>" in main
-    assert "tool: (The sub-agent did not finish: turns. Its las\n(" in main, "cut to 45 characters"
+    assert "string: task.<end>" in main
+    assert "no tool nothing.<end>" in main
+    assert ": turns. Its las\n(" in main, "cut to 45 characters"
     assert "There is no tool delegate." in sub
     assert await parts(prompts["intervals"], found[0]) == {"tests": 0.0}
 

@@ -9,10 +9,10 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import ray
+from ray import cloudpickle
 
 from slimx.algorithms.advantages.estimate import all_advantages
 from slimx.config.schema import Config
