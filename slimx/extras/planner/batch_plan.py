@@ -64,7 +64,7 @@ def rollout_load(config: Config, spec: ModelSpec) -> RolloutLoad | None:
     workers = worker_count(config)
     driver = load.driver
     worker = 0.0
-    if workers > 1:
+    if workers:
         worker = load.workers / workers
     else:
         driver += load.workers

@@ -127,7 +127,7 @@ class RolloutLoad(Record):
     (`slimx.extras.rollout_workers.load`)."""
 
     workers: int
-    """Number of processes that generate rollouts (`rollout.workers`); 1: the driver alone."""
+    """Number of rollout workers (`rollout.workers`); 0: the driver generates the rollouts."""
     requests_per_second: float
     rollouts_per_second: float
     tokens_per_answer: int
@@ -141,7 +141,7 @@ class RolloutLoad(Record):
     def text(self) -> str:
         """The load and the traffic that causes it, as text."""
         loads = f"driver {self.driver:.0%} of a core"
-        if self.workers > 1:
+        if self.workers:
             loads += f", {self.workers} workers at {self.worker:.0%}"
         traffic = f"{self.requests_per_second:,.0f} requests/s of {self.tokens_per_answer:,} sampled tokens"
         return f"estimated: at most {loads}, while engines sample as fast as their GPUs permit: {traffic}"

@@ -138,9 +138,11 @@ def traffic_of(config: Config, spec: ModelSpec) -> Traffic | None:
     rate = sampled / answer
     kept = rate / turns * (prompt + (2 * turns - 1) * answer)
     experts = 0.0
-    if config.route_stride:
+    # Without further policies, which may not permit the transport that the plan has chosen for this one.
+    stride = config.model_copy(update={"policies": {}}).route_stride
+    if stride:
         shape = ModelShape.of(spec)
-        experts = shape.layers * shape.top_k / config.route_stride
+        experts = shape.layers * shape.top_k / stride
     return Traffic(
         rollouts=rate / turns,
         requests=rate,

@@ -54,7 +54,7 @@ def test_there_are_as_many_workers_as_half_a_core_each_needs(workers, needed):
 def test_workers_share_the_load_that_the_driver_has_without_them(plan):
     alone = load_in(plan, *AGENTS, H100)
     shared = load_in(plan, *AGENTS, H100, "rollout.workers=4")
-    assert (alone["workers"], alone["worker"], shared["workers"]) == (1, 0, 4)
+    assert (alone["workers"], alone["worker"], shared["workers"]) == (0, 0, 4)
     assert shared["driver"] + 4 * shared["worker"] == pytest.approx(alone["driver"], rel=0.01)
     assert shared["rollouts_per_second"] == pytest.approx(shared["requests_per_second"] / 20, rel=0.01)
 
@@ -73,4 +73,4 @@ def test_auto_is_the_number_that_the_plan_shows(plan):
 def test_engines_on_cpus_need_no_worker_and_have_no_estimate(plan):
     overrides = (*RUN_30B, "cluster.device=cpu", "publish.transport=memory", CLUSTER)
     assert load_in(plan, *overrides) is None
-    assert worker_count(load_config(plan.directory / "run.yaml", list(overrides))) == 1
+    assert worker_count(load_config(plan.directory / "run.yaml", list(overrides))) == 0
