@@ -181,7 +181,7 @@ class LazyMicroBatch(Lazy, MicroBatch):
                 start += length
             return out
 
-        routes, routed = _joined_routes(rows, joined, set_fields(self).get("route_layers", slice(None)))
+        routes, routed = _joined_routes(rows, joined, set_fields(self).get("route_layers"))
         arrays: dict[str, Any] = {}  # by field
         for name, column in COLUMNS.items():
             first = getattr(members[0], name)
@@ -248,10 +248,10 @@ def padded(number: int, multiple: int) -> int:
 
 
 def _joined_routes(
-    rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray], layers: slice | tuple[int, ...]
+    rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray], layers: tuple[int, ...] | None
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Returns `routed_experts` and `routed` of the micro-batch that consists of `rows` (see `MicroBatch`). `joined`:
-    concatenates one array per row, with padding. `layers`: indices of the layers whose routes are taken."""
+    concatenates one array per row, with padding. `layers`: indices of the layers whose routes are taken; None: all."""
     known = [row.routed_experts for row in rows if row.routed_experts is not None]
     if not known:
         return None, None
@@ -269,7 +269,11 @@ def _joined_routes(
     routed = []
     for row in rows:
         routes = row.routed_experts
-        parts.append((np.zeros((len(row), *shape), dtype) if routes is None else routes)[:, layers])
+        parts.append(
+            (np.zeros((len(row), *shape), dtype) if routes is None else routes)[
+                :, slice(None) if layers is None else layers
+            ]
+        )
         routed.append(np.full(len(row), routes is not None))
     if len(known) == len(rows):
         return joined(parts, dtype), None

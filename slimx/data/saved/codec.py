@@ -12,17 +12,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 import os
 import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
+from slimx.data.lazy import Lazy
 from slimx.data.records import SCHEMA_VERSION, Group
 from slimx.digest import fingerprint
 from slimx.durable import write_atomic
@@ -41,8 +44,8 @@ FORMAT = "slimx-groups-1"
 def encode(value: object) -> bytes:
     """Encodes a record, or a list of records. Raises SlimxError naming a type that cannot be encoded."""
     try:
-        return msgspec.msgpack.encode(value, enc_hook=_from_numpy)
-    except (TypeError, NotImplementedError, OverflowError, ValueError, RecursionError) as error:
+        return msgspec.msgpack.encode(_complete(value), enc_hook=_from_numpy)
+    except (TypeError, NotImplementedError, OverflowError, ValueError, RecursionError, NameError) as error:
         raise SlimxError(
             f"a value cannot be written to a checkpoint ({error}); use only None, booleans, numbers, strings, lists, "
             "dicts and numeric arrays",
@@ -172,6 +175,25 @@ def _header(path: Path, file: BinaryIO) -> Json:
             about=str(path),
         )
     return header
+
+
+def _complete(value: object) -> object:
+    """Replaces lazy records in `value` with complete ones: msgspec would leave out fields that cannot be loaded. Does
+    not keep loaded fields in the lazy records."""
+    if isinstance(value, Lazy):
+        return dataclasses.replace(copy(value))
+    if isinstance(value, list):
+        items = [_complete(item) for item in value]
+        return value if all(map(operator.is_, items, value)) else items
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    changes = {}
+    for name in _nested(type(value)):
+        field = getattr(value, name)
+        complete = _complete(field)
+        if complete is not field:
+            changes[name] = complete
+    return dataclasses.replace(value, **changes) if changes else value
 
 
 def _from_numpy(value: object) -> object:
