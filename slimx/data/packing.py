@@ -161,7 +161,8 @@ class LazyMicroBatch(Lazy, MicroBatch):
     __slots__ = ("computed", "members", "names")
     complete = MicroBatch
     members: list[TrainingRow]
-    """Rows of the micro-batch; if it has none, another row of the update, which has the same columns."""
+    """Rows of the micro-batch; if it has none, another row of the update, which has the same columns. Freed
+    when they are laid out with `route_layers`."""
 
     def compute(self) -> MicroBatch:
         members = list(map(copy, self.members))  # copies, whose columns are freed with them
@@ -181,13 +182,16 @@ class LazyMicroBatch(Lazy, MicroBatch):
                 start += length
             return out
 
-        routes, routed = _joined_routes(rows, joined, set_fields(self).get("route_layers"))
+        layers = set_fields(self).get("route_layers")
+        routes, routed = _joined_routes(rows, joined, slice(None) if layers is None else layers)
         arrays: dict[str, Any] = {}  # by field
         for name, column in COLUMNS.items():
             first = getattr(members[0], name)
             if first is not None:
                 parts = [getattr(row, name) for row in rows]
                 arrays[name] = joined(parts, column.dtype, column.fill, shape=first.shape[1:])
+        if layers is not None:
+            self.members = []
         return MicroBatch(
             **arrays,
             lengths=lengths,
@@ -248,10 +252,10 @@ def padded(number: int, multiple: int) -> int:
 
 
 def _joined_routes(
-    rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray], layers: tuple[int, ...] | None
+    rows: Sequence[TrainingRow], joined: Callable[..., np.ndarray], layers: slice | tuple[int, ...]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Returns `routed_experts` and `routed` of the micro-batch that consists of `rows` (see `MicroBatch`). `joined`:
-    concatenates one array per row, with padding. `layers`: indices of the layers whose routes are taken; None: all."""
+    concatenates one array per row, with padding. `layers`: indices of the layers whose routes are taken."""
     known = [row.routed_experts for row in rows if row.routed_experts is not None]
     if not known:
         return None, None
@@ -269,11 +273,7 @@ def _joined_routes(
     routed = []
     for row in rows:
         routes = row.routed_experts
-        parts.append(
-            (np.zeros((len(row), *shape), dtype) if routes is None else routes)[
-                :, slice(None) if layers is None else layers
-            ]
-        )
+        parts.append((np.zeros((len(row), *shape), dtype) if routes is None else routes)[:, layers])
         routed.append(np.full(len(row), routes is not None))
     if len(known) == len(rows):
         return joined(parts, dtype), None

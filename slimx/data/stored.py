@@ -27,7 +27,6 @@ KEPT = STORED | {"id", "columns", "place", "length"}
 
 _counts = attrgetter(*COUNTS)
 _COUNTED = {"token_ids": COUNTS[:1], "loss_mask": ("trained_tokens",), "spans": ("sampled_tokens", *COUNTS[3:])}
-"""Properties that are computed from a field."""
 
 
 class Columns(Protocol):

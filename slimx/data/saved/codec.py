@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import operator
 import os
 import re
 import types
@@ -26,7 +25,7 @@ import msgspec
 import numpy as np
 
 from slimx.data.lazy import Lazy
-from slimx.data.records import SCHEMA_VERSION, Group
+from slimx.data.records import SCHEMA_VERSION, Group, Trajectory
 from slimx.digest import fingerprint
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
@@ -45,7 +44,7 @@ def encode(value: object) -> bytes:
     """Encodes a record, or a list of records. Raises SlimxError naming a type that cannot be encoded."""
     try:
         return msgspec.msgpack.encode(_complete(value), enc_hook=_from_numpy)
-    except (TypeError, NotImplementedError, OverflowError, ValueError, RecursionError, NameError) as error:
+    except (TypeError, NotImplementedError, OverflowError, ValueError, RecursionError) as error:
         raise SlimxError(
             f"a value cannot be written to a checkpoint ({error}); use only None, booleans, numbers, strings, lists, "
             "dicts and numeric arrays",
@@ -178,22 +177,16 @@ def _header(path: Path, file: BinaryIO) -> Json:
 
 
 def _complete(value: object) -> object:
-    """Replaces lazy records in `value` with complete ones: msgspec would leave out fields that cannot be loaded. Does
-    not keep loaded fields in the lazy records."""
-    if isinstance(value, Lazy):
-        return dataclasses.replace(copy(value))
+    """Replaces lazy records in `value`, because msgspec leaves out fields that are lost."""
     if isinstance(value, list):
-        items = [_complete(item) for item in value]
-        return value if all(map(operator.is_, items, value)) else items
+        return list(map(_complete, value))
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    changes = {}
-    for name in _nested(type(value)):
-        field = getattr(value, name)
-        complete = _complete(field)
-        if complete is not field:
-            changes[name] = complete
-    return dataclasses.replace(value, **changes) if changes else value
+    if isinstance(value, Lazy):
+        return dataclasses.replace(copy(value))
+    if isinstance(value, Trajectory):
+        return value
+    return dataclasses.replace(value, **{name: _complete(getattr(value, name)) for name in _nested(type(value))})
 
 
 def _from_numpy(value: object) -> object:

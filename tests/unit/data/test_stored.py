@@ -163,6 +163,14 @@ def test_all_layers_are_laid_out_without_a_choice_of_layers():
         assert equal(one.routed_experts, other.routed_experts)
 
 
+def test_ranks_free_the_rows_that_they_have_laid_out():
+    shards = packed([full_group(number, routes=True) for number in range(2)], config()).shards
+    for sent, kept in zip(micro_batches(pickle.loads(pickle.dumps(shards))), micro_batches(shards), strict=True):
+        sent.route_layers = (1, 2)
+        assert sent.routed_experts.shape[1] == 2 and not sent.members
+        assert kept.tokens.tolist() == sent.tokens.tolist() and kept.members
+
+
 def test_trajectories_with_routes_are_stored_one_by_one():
     for routes, sizes in ((False, [3]), (True, [1, 1, 1])):
         parts: list[int] = []
