@@ -161,7 +161,8 @@ class LazyMicroBatch(Lazy, MicroBatch):
     __slots__ = ("computed", "members", "names")
     complete = MicroBatch
     members: list[TrainingRow]
-    """Rows of the micro-batch; if it has none, another row of the update, which has the same columns."""
+    """Rows of the micro-batch; if it has none, another row of the update, which has the same columns. Freed
+    when they are laid out with `route_layers`."""
 
     def compute(self) -> MicroBatch:
         members = list(map(copy, self.members))  # copies, whose columns are freed with them
@@ -181,13 +182,16 @@ class LazyMicroBatch(Lazy, MicroBatch):
                 start += length
             return out
 
-        routes, routed = _joined_routes(rows, joined, set_fields(self).get("route_layers", slice(None)))
+        layers = set_fields(self).get("route_layers")
+        routes, routed = _joined_routes(rows, joined, slice(None) if layers is None else layers)
         arrays: dict[str, Any] = {}  # by field
         for name, column in COLUMNS.items():
             first = getattr(members[0], name)
             if first is not None:
                 parts = [getattr(row, name) for row in rows]
                 arrays[name] = joined(parts, column.dtype, column.fill, shape=first.shape[1:])
+        if layers is not None:
+            self.members = []
         return MicroBatch(
             **arrays,
             lengths=lengths,

@@ -213,7 +213,8 @@ class Trajectory:
 
     def newest_only(self) -> Trajectory:
         """Returns a copy whose loss mask excludes tokens sampled by weights older than the trajectory's newest version,
-        or the trajectory itself if there are none. Trained tokens that were not sampled remain in the mask."""
+        or the trajectory itself if there are none. Trained tokens that were not sampled remain in the mask. Loads all
+        columns of a stored trajectory."""
         if not self.mixed:
             return self
         versions = self.versions()

@@ -26,6 +26,7 @@ KEPT = STORED | {"id", "columns", "place", "length"}
 """Fields of a `StoredTrajectory` that a trainer rank needs."""
 
 _counts = attrgetter(*COUNTS)
+_COUNTED = {"token_ids": COUNTS[:1], "loss_mask": ("trained_tokens",), "spans": ("sampled_tokens", *COUNTS[3:])}
 
 
 class Columns(Protocol):
@@ -47,6 +48,11 @@ class StoredTrajectory(Lazy, Trajectory):
     columns: Columns
     place: int
     """Index of the trajectory in the group that `columns` loads."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        for count in _COUNTED.get(name, ()):
+            super().__setattr__(count, vars(Trajectory)[count].fget(self))
 
     def compute(self) -> Trajectory:
         try:

@@ -17,13 +17,15 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
-from slimx.data.records import SCHEMA_VERSION, Group
+from slimx.data.lazy import Lazy
+from slimx.data.records import SCHEMA_VERSION, Group, Trajectory
 from slimx.digest import fingerprint
 from slimx.durable import write_atomic
 from slimx.errors import SlimxError
@@ -41,7 +43,7 @@ FORMAT = "slimx-groups-1"
 def encode(value: object) -> bytes:
     """Encodes a record, or a list of records. Raises SlimxError naming a type that cannot be encoded."""
     try:
-        return msgspec.msgpack.encode(value, enc_hook=_from_numpy)
+        return msgspec.msgpack.encode(_complete(value), enc_hook=_from_numpy)
     except (TypeError, NotImplementedError, OverflowError, ValueError, RecursionError) as error:
         raise SlimxError(
             f"a value cannot be written to a checkpoint ({error}); use only None, booleans, numbers, strings, lists, "
@@ -172,6 +174,19 @@ def _header(path: Path, file: BinaryIO) -> Json:
             about=str(path),
         )
     return header
+
+
+def _complete(value: object) -> object:
+    """Replaces lazy records in `value`, because msgspec leaves out fields that are lost."""
+    if isinstance(value, list):
+        return list(map(_complete, value))
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    if isinstance(value, Lazy):
+        return dataclasses.replace(copy(value))
+    if isinstance(value, Trajectory):
+        return value
+    return dataclasses.replace(value, **{name: _complete(getattr(value, name)) for name in _nested(type(value))})
 
 
 def _from_numpy(value: object) -> object:

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from slimx.config.schema import Config
-from slimx.data.batch import TrainingRow
-from slimx.data.columns import COLUMNS
+from slimx.data.batch import LazyRow, TrainingRow
 from slimx.layout.ranks import Sizes
 from slimx.orchestration.batches import Packer
 from slimx.orchestration.ranks.group import RankGroup
 from slimx.orchestration.ranks.trainers import TrainerGroup
+
+_UNREAD = "routed_experts", "support", "teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"
 
 
 class CriticGroup:
@@ -69,9 +70,12 @@ def _bare(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
     """Returns copies of `rows` without the columns that a critic does not need: a teacher's log-probs, the tokens that
     top-k or top-p sampling kept, and the experts that the engine chose (a critic's routers choose other experts)."""
     copies = [copy(row) for row in rows]
+    parts: list[object] = [*copies]
     for row in copies:
-        row.routed_experts = row.support = None
-        for name, column in COLUMNS.items():
-            if column.needed is not None:
-                setattr(row, name, None)
+        if isinstance(row, LazyRow):
+            row.trajectory = copy(row.trajectory)
+            parts.append(row.trajectory)
+    for part in parts:
+        for name in _UNREAD:
+            setattr(part, name, None)
     return copies

@@ -20,7 +20,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slimx.data.saved.codec import decode, encode
@@ -60,7 +60,7 @@ class RunState:
         """Returns the contents of the files that store this state, by path in the checkpoint."""
         rollouts = dict(self.rollouts)
         tickets = rollouts.pop("tickets", [])
-        fields = {**asdict(self), "rollouts": rollouts}
+        fields = asdict(replace(self, rollouts=rollouts))
         return {_RUN: json.dumps(fields, indent=1).encode(), _TICKETS: encode(tickets)}
 
 

@@ -19,16 +19,17 @@ from slimx.data.batch import MicroBatch, TrainBatch, make_rows, micro_batches
 from slimx.data.lazy import set_fields
 from slimx.data.loss_weights import trained_weights
 from slimx.data.packing import fetch_rows, pack
-from slimx.data.records import Group, Trajectory
-from slimx.data.saved.codec import decode, encode
+from slimx.data.records import Group, Span, Trajectory
+from slimx.data.saved.codec import decode, encode, encode_groups
 from slimx.data.saved.step_files import describe
 from slimx.data.saved.trained_tokens import TrainedTokens
 from slimx.data.stored import COUNTS, STORED, StoredTrajectory, summarize
 from slimx.orchestration.batches import batch_metrics, make_update_rows, trajectories_of
 from slimx.orchestration.policies import of_policy
 from slimx.orchestration.ranks.critic import _bare
+from slimx.orchestration.state.saves import RunState
 from slimx.orchestration.step.measure import batch_counts, staleness_metrics, trajectory_metrics
-from slimx.rollout.flow.tickets import Batch, older_trajectory, rewards_of
+from slimx.rollout.flow.tickets import Batch, SavedTicket, older_trajectory, rewards_of
 from tests.refusals import refused
 from tests.unit.data.stored_stand import HeldColumns, LostColumns, full_group
 
@@ -122,6 +123,52 @@ def test_lost_columns_are_reported_with_the_trajectory():
     (kept, *_) = summarize(full_group(4), LostColumns).trajectories
     with refused("data.lost", about="g4/0"):
         _ = kept.token_ids
+
+
+def test_lost_columns_are_never_encoded():
+    group = summarize(full_group(4), LostColumns)
+    ticket = SavedTicket(number=0, prompt=group.prompt, group=group)
+    state = RunState(step=1, version=1, policies={}, rollouts={"tickets": [ticket]})
+    for save in (partial(encode, group), partial(encode, [ticket]), partial(encode_groups, [group]), state.files):
+        with refused("data.lost"):
+            save()
+
+
+def test_encoding_leaves_no_columns_behind():
+    group = full_group(4, routes=True)
+    stored = summarize(group, HeldColumns)
+    tickets = [SavedTicket(number=0, prompt=group.prompt, group=one) for one in (stored, group)]
+    state = RunState(step=1, version=1, policies={}, rollouts={"tickets": tickets[:1]})
+    assert state.files()["slimx/tickets.bin"] == encode(tickets[1:])
+    for trajectory in stored.trajectories:
+        with pytest.raises(AttributeError):
+            object.__getattribute__(trajectory, "computed")
+
+
+def test_counts_follow_the_columns_that_are_set():
+    (kept, *_) = summarize(full_group(4), LostColumns).trajectories
+    assert kept.trained_tokens
+    kept.loss_mask = np.zeros(kept.length, np.uint8)
+    assert kept.trained_tokens == copy.copy(kept).trained_tokens == 0
+    kept.spans = [Span(start=0, stop=kept.length, source="sampled", version=7)]
+    assert (kept.sampled_tokens, kept.turn_count, kept.oldest_version, kept.mixed) == (kept.length, 1, 7, False)
+    kept.token_ids = np.zeros(2, np.int32)
+    assert kept.length == 2
+
+
+def test_all_layers_are_laid_out_without_a_choice_of_layers():
+    groups = [full_group(number, routes=True) for number in range(2)]
+    for one, other in zip(*(micro_batches(packed(groups, config()).shards) for _ in range(2)), strict=True):
+        one.route_layers = None
+        assert equal(one.routed_experts, other.routed_experts)
+
+
+def test_ranks_free_the_rows_that_they_have_laid_out():
+    shards = packed([full_group(number, routes=True) for number in range(2)], config()).shards
+    for sent, kept in zip(micro_batches(pickle.loads(pickle.dumps(shards))), micro_batches(shards), strict=True):
+        sent.route_layers = (1, 2)
+        assert sent.routed_experts.shape[1] == 2 and not sent.members
+        assert kept.tokens.tolist() == sent.tokens.tolist() and kept.members
 
 
 def test_trajectories_with_routes_are_stored_one_by_one():
@@ -219,6 +266,12 @@ def test_the_critics_rows_lack_what_only_the_policy_reads():
     for row, bare in zip(rows, _bare(rows), strict=True):
         assert bare.routed_experts is None and bare.support is None and bare.teacher_logprobs is None
         assert not bare.routed and row.routed and len(bare) == len(row)
+    (rows,) = make_update_rows(config(), [full_group(1, routes=True)], lambda groups: [0.0] * 4)
+    for row, bare in zip(rows, _bare(rows), strict=True):
+        columns = (row.trajectory.routed_experts, row.trajectory.support, row.trajectory.teacher_logprobs)
+        assert (
+            len(pickle.dumps(row)) - len(pickle.dumps(bare)) > sum(len(pickle.dumps(column)) for column in columns) / 2
+        )
 
 
 @pytest.mark.parametrize(
