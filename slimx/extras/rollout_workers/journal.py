@@ -1,14 +1,14 @@
-"""Journal of a worker's unfinished rollouts, from which its successor continues them.
+"""Journal of a worker's unfinished groups, from which its successor continues them.
 
 Every completion that a hook receives, and every complete rollout, is appended to one file. Completions with routed
 experts are not written: each repeats the experts of all earlier turns, so the file would grow with the square of the
 number of turns. When the file has grown to a multiple of the size of the unfinished groups, it is written again with
-these groups alone.
+these groups alone. Each process of a worker has a file of its own, because a lost one may still write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -32,10 +32,11 @@ _HEAD = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A completion of a rollout, or the trajectories of a complete rollout. An entry with neither begins or ends its
-    group: entries before it do not count."""
+    """A completion of a rollout, or the trajectories of a complete rollout. An entry with neither ends its job, whose
+    other entries do not count."""
 
-    group: str
+    job: int
+    """Serial number of the job that generates the group. A group that is generated again has another one."""
     index: int = 0
     shared: int = 0
     """Number of tokens that the prompt of `recorded` shares with the prompt and answer of the rollout's previous entry;
@@ -45,39 +46,52 @@ class Entry:
 
 
 class JournalFile:
-    """The journal of one worker, open for appending."""
+    """The journal of one process, open for appending."""
 
-    def __init__(self, path: Path, saved: Mapping[str, list[SavedRollout]]):
-        """Creates a file at `path`, in place of an earlier one. `saved`: progress of the groups in the earlier file."""
+    def __init__(self, path: Path, saved: Mapping[int, list[SavedRollout]], small: int = SMALL):
+        """Creates the file. `saved`: progress of the jobs in earlier files, by serial number. `small`: size in bytes up
+        to which the file is not written again."""
         self.path = path
-        self._groups: dict[str, JournaledProgress] = {}
+        self.failure: OSError | None = None
+        """Error after which nothing is written any more; None while the file can be written."""
+        self._jobs: dict[int, JournaledProgress] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._file: BinaryIO = path.open("wb")
         self._size = 0
-        self._limit: float = SMALL
-        for group, rollouts in saved.items():
-            self.progress(group, rollouts)
+        self._small = self._limit = float(small)
+        for job, rollouts in saved.items():
+            self.progress(job, rollouts)
 
-    def progress(self, group: str, saved: list[SavedRollout]) -> JournaledProgress:
-        """Returns the progress of a group that continues from `saved`."""
-        progress = JournaledProgress(self, group, saved)
-        self._groups[group] = progress
-        self.append(Entry(group=group))
+    def progress(self, job: int, saved: Sequence[SavedRollout]) -> JournaledProgress:
+        """Returns the progress of a job that continues from `saved`."""
+        progress = JournaledProgress(self, job, saved)
+        self._jobs[job] = progress
         progress.write()
         return progress
 
-    def forget(self, group: str, progress: GroupProgress | None) -> None:
-        """Removes `progress` of a finished or cancelled group."""
-        if progress is not None and self._groups.get(group) is progress:  # the group may have begun anew
-            del self._groups[group]
-            self.append(Entry(group=group))
+    def forget(self, job: int) -> None:
+        """Removes a finished or cancelled job."""
+        if self._jobs.pop(job, None) is not None:
+            self.append(Entry(job=job))
+
+    def keeps(self, progress: JournaledProgress) -> bool:
+        """Returns True until the job of `progress` is forgotten, or begins anew."""
+        return self._jobs.get(progress.job) is progress
 
     def append(self, entry: Entry) -> None:
+        """Writes an entry. After a failure, nothing is written: a worker without a journal only loses more."""
+        if self.failure is not None:
+            return
         data = encode(entry)
-        self._file.write(len(data).to_bytes(_HEAD, "little") + data)
-        self._size += _HEAD + len(data)
-        if self._size > self._limit:
-            self._rewrite()
+        try:
+            self._file.write(len(data).to_bytes(_HEAD, "little") + data)
+            self._file.flush()
+            self._size += _HEAD + len(data)
+            if self._size > self._limit:
+                self._rewrite()
+        except OSError as error:
+            self.failure = error
+            print(f"slimx: {self.path} cannot be written ({error}); a successor samples this worker's rollouts again")
 
     def close(self) -> None:
         """Removes the file."""
@@ -86,28 +100,29 @@ class JournalFile:
 
     def _rewrite(self) -> None:
         fresh = self.path.with_suffix(".new")
-        self._file.close()
-        self._file = fresh.open("wb", buffering=0)
+        earlier = self._file
+        self._file = fresh.open("wb")
+        earlier.close()
         self._size = 0
         self._limit = float("inf")
-        for progress in self._groups.values():
+        for progress in self._jobs.values():
             progress.write()
-        self._limit = max(SMALL, GROWTH * self._size)
+        self._limit = max(self._small, GROWTH * self._size)
         fresh.rename(self.path)
 
 
 class JournaledProgress(GroupProgress):
     """Progress of a group, which is also written to a file."""
 
-    def __init__(self, file: JournalFile, group: str, saved: list[SavedRollout]):
+    def __init__(self, file: JournalFile, job: int, saved: Sequence[SavedRollout]):
         restored = GroupProgress.restore(saved)
         journals: dict[int, Journal] = {}
         for rollout in saved:
             if rollout.trajectories is None:
                 journals[rollout.index] = _RolloutJournal(self, rollout.index, rollout.completions)
         super().__init__(done=restored.done, journals=journals)
+        self.job = job
         self._to = file
-        self._group = group
         self._last: dict[int, np.ndarray] = {}
         """Tokens of each unfinished rollout's last entry, prompt and answer, int32."""
 
@@ -117,14 +132,14 @@ class JournaledProgress(GroupProgress):
     def finish(self, index: int, trajectories: list[Trajectory]) -> None:
         super().finish(index, trajectories)
         self._last.pop(index, None)
-        self._to.append(Entry(group=self._group, index=index, trajectories=trajectories))
+        self._append(Entry(job=self.job, index=index, trajectories=trajectories))
 
     def write(self) -> None:
         """Appends the whole progress to the file."""
         self._last.clear()
         for rollout in self.save():
             if rollout.trajectories is not None:
-                self._to.append(Entry(group=self._group, index=rollout.index, trajectories=rollout.trajectories))
+                self._append(Entry(job=self.job, index=rollout.index, trajectories=rollout.trajectories))
             for recorded in rollout.completions:
                 self.record(rollout.index, recorded)
 
@@ -136,14 +151,18 @@ class JournaledProgress(GroupProgress):
         shared = _common(prompt, self._last.get(index, prompt[:0]))
         self._last[index] = np.concatenate([prompt, recorded.completion.token_ids])
         rest = replace(recorded, token_ids=prompt[shared:])
-        self._to.append(Entry(group=self._group, index=index, shared=shared, recorded=rest))
+        self._append(Entry(job=self.job, index=index, shared=shared, recorded=rest))
+
+    def _append(self, entry: Entry) -> None:
+        if self._to.keeps(self):  # a hook may go on after its cancellation
+            self._to.append(entry)
 
 
 class _RolloutJournal(Journal):
     """Journal of one rollout, which is also written to a file."""
 
-    def __init__(self, progress: JournaledProgress, index: int, recorded: list[Recorded] | None = None):
-        super().__init__(recorded or [])
+    def __init__(self, progress: JournaledProgress, index: int, recorded: Sequence[Recorded] = ()):
+        super().__init__(recorded)
         self._progress = progress
         self._index = index
 
@@ -153,32 +172,48 @@ class _RolloutJournal(Journal):
         self._progress.record(self._index, Recorded(key=key_of(request), token_ids=token_ids, completion=completion))
 
 
-def read_journal(path: Path) -> dict[str, list[SavedRollout]]:
-    """Returns the progress of each group in a journal, by the group's id; {} without a file. An entry that was not
-    written completely is ignored, with all that follows."""
-    completions: dict[tuple[str, int], dict[str, Recorded]] = {}
-    done: dict[tuple[str, int], list[Trajectory]] = {}
-    last: dict[tuple[str, int], np.ndarray] = {}
+def read_journals(paths: Iterable[Path]) -> dict[int, list[SavedRollout]]:
+    """Returns the progress of each unfinished job in the files, by serial number; files that do not exist are empty. An
+    entry that was not written completely is ignored, with all that follow in its file."""
+    found: dict[int, list[SavedRollout]] = {}
+    for path in paths:
+        for job, rollouts in _read(path).items():
+            found[job] = merged(found.get(job, []), rollouts)
+    return found
+
+
+def merged(earlier: Iterable[SavedRollout], later: Iterable[SavedRollout]) -> list[SavedRollout]:
+    """Returns the progress of a group that is known from two sources, of which `later` knows at least as much of each
+    rollout that it contains, except completions with routed experts."""
+    rollouts = {rollout.index: rollout for rollout in earlier}
+    for rollout in later:
+        known = rollouts.get(rollout.index)
+        if known is not None and known.trajectories is None and rollout.trajectories is None:
+            completions = {recorded.key: recorded for recorded in (*known.completions, *rollout.completions)}
+            rollout = replace(rollout, completions=list(completions.values()))
+        if known is None or known.trajectories is None:
+            rollouts[rollout.index] = rollout
+    return [rollouts[index] for index in sorted(rollouts)]
+
+
+def _read(path: Path) -> dict[int, list[SavedRollout]]:
+    jobs: dict[int, dict[int, SavedRollout]] = {}
+    last: dict[tuple[int, int], np.ndarray] = {}
     for entry in _entries(path):
-        key = entry.group, entry.index
         if entry.trajectories is None and entry.recorded is None:
-            for entries in (completions, done, last):
-                for other in [other for other in entries if other[0] == entry.group]:
-                    del entries[other]
+            jobs.pop(entry.job, None)
+            continue
+        rollouts = jobs.setdefault(entry.job, {})
         if entry.trajectories is not None:
-            done[key] = entry.trajectories
+            rollouts[entry.index] = SavedRollout(index=entry.index, trajectories=entry.trajectories)
         if entry.recorded is not None:
             new = entry.recorded.token_ids
-            prompt = np.concatenate([last.get(key, new[:0])[: entry.shared], new])
-            last[key] = np.concatenate([prompt, entry.recorded.completion.token_ids])
-            by_request = completions.setdefault(key, {})
-            by_request[entry.recorded.key] = replace(entry.recorded, token_ids=prompt)
-    out: dict[str, list[SavedRollout]] = {}
-    for group, index in sorted(completions.keys() | done.keys()):
-        recorded = [] if (group, index) in done else list(completions[group, index].values())
-        saved = SavedRollout(index=index, trajectories=done.get((group, index)), completions=recorded)
-        out.setdefault(group, []).append(saved)
-    return out
+            prompt = np.concatenate([last.get((entry.job, entry.index), new[:0])[: entry.shared], new])
+            last[entry.job, entry.index] = np.concatenate([prompt, entry.recorded.completion.token_ids])
+            rollout = rollouts.setdefault(entry.index, SavedRollout(index=entry.index))
+            completions = [recorded for recorded in rollout.completions if recorded.key != entry.recorded.key]
+            rollout.completions = [*completions, replace(entry.recorded, token_ids=prompt)]
+    return {job: list(rollouts.values()) for job, rollouts in jobs.items()}
 
 
 def _entries(path: Path) -> Iterator[Entry]:

@@ -9,6 +9,7 @@ from functools import partial
 from slimx.adapters.transformers import import_transformers
 from slimx.config.schema import Config
 from slimx.config.sections.policies import ACTOR
+from slimx.config.sections.rollout import Proxy
 from slimx.engines.outage import Outage, Outages
 from slimx.extras.rollout_workers.messages import Setup
 from slimx.extras.served_models.teacher import make_scorer
@@ -38,7 +39,7 @@ async def make_maker(
             client = endpoint.client(config.rollout, partial(lost, name), outages[name])
             await stack.enter_async_context(client)
         policies[name] = policy_client(view, configured_model(view), run_tokenizer(view), client, stack)
-    proxy = make_agent_server(config.rollout.proxy, setup.context)
+    proxy = make_agent_server(Proxy(), setup.context)  # each worker has a port of its own
     stack.push_async_callback(proxy.stop)
     actor = config.by_policy[ACTOR]
     return GroupMaker(

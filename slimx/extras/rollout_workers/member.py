@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slimx.cluster.place import Actor
 from slimx.cluster.restarts import Restart
 from slimx.cluster.waiting import explain, gather, kill
 from slimx.config.schema import Config
-from slimx.config.sections.rollout import WorkerResources
 from slimx.data.records import Group
 from slimx.data.saved.codec import decode
 from slimx.data.stored import StoredTrajectory
-from slimx.errors import PartLost, SlimxError, counted, duration, first_line
+from slimx.errors import SlimxError, counted, first_line
 from slimx.extras.rollout_workers.columns import ReportColumns
+from slimx.extras.rollout_workers.health import BLOCKED, ailment, resources
+from slimx.extras.rollout_workers.jobs import LOST, MAX_LOSSES, Lost, OpenJob
 from slimx.extras.rollout_workers.messages import Health, Job, Loss, Report, Setup, State
 from slimx.extras.rollout_workers.worker import LOOK, RolloutWorker
 from slimx.json_types import Json
@@ -39,35 +39,6 @@ CALLS = 1000
 """Maximum number of calls that a worker executes at once; those that wait for something occupy their place."""
 AGAIN_S = 1.0
 """Seconds before a call that failed is repeated, within which the loss of the worker is noticed."""
-MAX_LOSSES = 3
-"""Number of times that a group may lose its worker, and that a worker may be lost in a row without finishing a group.
-Only the last of these losses decides: groups that have lost their worker once less are generated one at a time, so that
-the one that is the cause is known."""
-BLOCKED = "workers.blocked"
-"""Code of the error about a blocked worker."""
-LOST = "worker lost"
-"""Drop reason for a group that lost its worker too often, because it is likely to be the cause."""
-
-
-class Lost(PartLost):
-    """Error for a job whose worker cannot be replaced."""
-
-    def __init__(self, reason: SlimxError):
-        super().__init__(str(reason), code=reason.code, about=reason.about)
-
-
-@dataclass(slots=True, eq=False)
-class OpenJob:
-    """A job that is not finished."""
-
-    job: Job
-    progress: GroupProgress
-    outcome: asyncio.Future[GroupOutcome]
-    losses: int = 0
-    """Number of times that its worker was lost while it worked on the job, or, if the cause is known, because of the
-    job."""
-    sent: bool = False
-    """True if the worker has the job."""
 
 
 class Member:
@@ -85,16 +56,17 @@ class Member:
         note: Callable[[str], None],
         record: Callable[[Restart], None],
         look: Callable[[str], Awaitable[None]],
+        retried: Callable[[str, int], None],
     ):
         """Creates the actor without starting it. `state`: returns the current state of the run. `deadline_s`: deadline
-        of a start. `look`: awaited with a policy's name to look for its lost engines."""
+        of a start. `look`: awaited with a policy's name to look for its lost engines. `retried`: called with a
+        policy's name and the number of requests that were sent again."""
         self.number = number
         self.name = f"rollout worker {number}"
         self.jobs: dict[int, OpenJob] = {}
         """Unfinished jobs by serial number."""
         self.requests = 0
         """Number of training requests in flight, by the worker's last report."""
-        self.retried: dict[str, int] = {}
         self.log = log_dir / f"rollout-worker-{number}.log"
         self.started: Json = {}
         """Process id, machine and Ray node id of the worker, from its last start."""
@@ -109,6 +81,13 @@ class Member:
         self._note = note
         self._record = record
         self._look = look
+        self._retried = retried
+        self._counted: dict[str, int] = {}
+        """Number of retried requests by policy, by the last report of the current process."""
+        self._starts = 0
+        """Number of processes so far."""
+        self._earlier: list[str] = []
+        """Journals of processes that no later process has read."""
         self._flushing = False
         """True if `_flush` is called at the end of the event loop's current iteration."""
         self._ready = asyncio.Event()
@@ -131,17 +110,25 @@ class Member:
         self._watch = asyncio.create_task(self._watched())
 
     async def _begin(self) -> None:
+        journal = Path(self._setup.journal)
+        self._starts += 1
+        path = str(journal.with_stem(f"{journal.stem}-{self._starts}"))
+        setup = replace(self._setup, journal=path, earlier=tuple(self._earlier))
+        self._earlier.append(path)
         state = self._state()
-        self.started = await self.call("start", "the startup", self._setup, state, deadline_s=self._deadline_s)
+        self.started = await self.call("start", "the startup", setup, state, deadline_s=self._deadline_s)
+        self._earlier = [path]
         while state != self._state():  # it has changed during the startup
             state = self._state()
             await self.call("follow", "the current state", state)
+        if not state.open:
+            await self.call("close_gate", "the interruption", state.number, 0.0)
         self._ready.set()
 
     async def stop(self) -> None:
         """Stops the worker. Does not raise."""
         if self._watch is not None:
-            await cancelled(self._watch)
+            await cancelled(self._watch, *self._answers)
         for open_job in self.jobs.values():
             open_job.outcome.cancel()
         with suppress(SlimxError):
@@ -166,14 +153,17 @@ class Member:
 
     # Jobs -------------------------------------------------------------------------------------------------------------
 
+    @property
+    def suspicious(self) -> bool:
+        """True while groups that may have killed the worker are generated one at a time."""
+        return any(open_job.suspected for open_job in self.jobs.values())
+
     async def perform(self, job: Job, progress: GroupProgress) -> GroupOutcome:
         """Makes the worker generate the group of `job`, and returns the outcome. `progress`: receives the number of
         complete rollouts."""
         open_job = OpenJob(job, progress, asyncio.get_running_loop().create_future())
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
         self.jobs[job.serial] = open_job
+        self._flush_soon()
         try:
             return await open_job.outcome
         except asyncio.CancelledError:
@@ -181,6 +171,12 @@ class Member:
             raise
         finally:
             del self.jobs[job.serial]
+            self._flush_soon()  # the job may have been the suspect for whose end others wait
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         """Sends the jobs that the worker does not have, in one call. Suspects are sent one at a time, and before all
@@ -190,13 +186,38 @@ class Member:
             return
         unfinished = [open_job for open_job in self.jobs.values() if not open_job.outcome.done()]
         waiting = [open_job for open_job in unfinished if not open_job.sent]
-        suspects = [open_job for open_job in unfinished if open_job.losses == MAX_LOSSES - 1]
+        suspects = [open_job for open_job in unfinished if open_job.suspected]
         if suspects:
             waiting = suspects[:1] if len(waiting) == len(unfinished) else []
         for open_job in waiting:
             open_job.sent = True
         if waiting:
-            self.tell("submit", [open_job.job for open_job in waiting])
+            self._start_task(self._submit(waiting))
+
+    async def _submit(self, jobs: Sequence[OpenJob]) -> None:
+        """Sends jobs to the worker. If the worker is alive but cannot receive them, the jobs raise the error."""
+        actor = self.actor
+        try:
+            await self.call("submit", "the start of groups", [open_job.job for open_job in jobs])
+        except Exception as error:
+            await asyncio.sleep(AGAIN_S)
+            if actor is self.actor and self._ready.is_set() and not await self._dead(actor):
+                for open_job in jobs:
+                    if not open_job.outcome.done():
+                        open_job.outcome.set_exception(error)
+
+    async def _dead(self, actor: Actor) -> bool:
+        """Returns True if the process of `actor` has ended or does not respond."""
+        try:
+            await self.call("look", "a sign of life")
+        except SlimxError:
+            return True
+        return actor is not self.actor
+
+    def _start_task(self, work: Coroutine[object, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
 
     async def collect(self) -> None:
         """Copies the progress of all unfinished training jobs from the worker."""
@@ -212,21 +233,35 @@ class Member:
                 open_job.progress.remote = 0
 
     async def insist(self, method: str, what: str, *arguments: object, deadline_s: float | None = None) -> Any:
-        """Calls `method` like `call`, again for each replacement of the worker. Returns None if the worker cannot be
-        replaced."""
-        while self.error is None:
+        """Calls `method` like `call`, and again for the successor of a worker that is lost meanwhile. Returns None if
+        the worker cannot be replaced. Raises the error of a worker that is not lost."""
+        while True:
             await self._ready.wait()
+            if self.error is not None:
+                return None
+            actor = self.actor
             try:
                 return await self.call(method, what, *arguments, deadline_s=deadline_s)
             except SlimxError:
-                await asyncio.sleep(AGAIN_S)
-        return None
+                noticed_by = time.monotonic() + self.patience_s + 2 * LOOK_S
+                while actor is self.actor and self._ready.is_set():
+                    if time.monotonic() > noticed_by:
+                        raise
+                    await asyncio.sleep(AGAIN_S)
+
+    async def if_ready(self, method: str, what: str, *arguments: object, deadline_s: float | None = None) -> None:
+        """Calls `method` like `insist`, unless the worker is being replaced: its successor begins with the state."""
+        if self._ready.is_set():
+            await self.insist(method, what, *arguments, deadline_s=deadline_s)
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
     async def _watched(self) -> None:
-        while self.error is None:
-            await self._replace(await self._until_lost())
+        try:
+            while self.error is None:
+                await self._replace(await self._until_lost())
+        except Exception as error:
+            self._give_up(explain(error, "the replacement", self.name, self.log))
 
     async def _until_lost(self) -> SlimxError:
         """Delivers the worker's reports until it is lost, and returns the reason."""
@@ -246,42 +281,29 @@ class Member:
                 health: Health = await self.call("look", "a sign of life")
             except SlimxError as error:
                 return error
-            if health.blocked_s > options.worker_deadline:
-                return SlimxError(
-                    f"the event loop of {self.name} has been blocked for {duration(health.blocked_s)} by a hook of "
-                    f"group {health.group} in {health.location}; make that call asynchronous, or run it with "
-                    "asyncio.to_thread",
-                    code=BLOCKED,
-                    about=str(health.group),
-                )
-            limit = options.worker_resources.memory
-            if limit is not None and health.memory > limit * 2**30:
-                return SlimxError(
-                    f"{self.name} uses {health.memory / 2**30:.1f} GiB, more than rollout.worker_resources.memory="
-                    f"{limit:g}; correct the hook that keeps memory, or raise the limit",
-                    code="workers.memory",
-                    about=self.name,
-                )
+            problem = ailment(health, self.name, options)
+            if problem is not None:
+                return problem
 
     async def _deliver_reports(self) -> SlimxError:
         while True:
-            reported, groups = self.actor.take.remote()
             try:
+                reported, groups = self.actor.take.remote()
                 await self._deliver(await reported, groups)
             except Exception as error:
                 return explain(error, "the generation of groups", self.name, self.log)
 
     async def _deliver(self, report: Report, groups: ray.ObjectRef) -> None:
         self.requests = report.requests
-        self.retried = report.retried
+        for policy, count in report.retried.items():
+            self._retried(policy, count - self._counted.get(policy, 0))
+            self._counted[policy] = count
         for serial, complete in report.complete.items():
             if serial in self.jobs:
                 progress = self.jobs[serial].progress
                 progress.remote = complete - len(progress.done)
         for loss in report.losses:
-            task = asyncio.create_task(self._answer(loss))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
+            self._start_task(self._answer(loss, self.actor))
         if not report.finished:
             return
         self._losses = 0
@@ -298,15 +320,19 @@ class Member:
             open_job.outcome.set_result(GroupOutcome(done.group, done.reason, done.detail))
         self._flush()
 
-    async def _answer(self, loss: Loss) -> None:
-        await self._look(loss.policy)
-        self.tell("looked", loss.number)
+    async def _answer(self, loss: Loss, actor: Actor) -> None:
+        try:
+            await self._look(loss.policy)
+        finally:
+            actor.looked.options(num_returns=0).remote(loss.number)
 
     async def _replace(self, reason: SlimxError) -> None:
         """Starts another worker in place of a lost one, and gives it the unfinished jobs. Drops the groups of jobs that
         have lost their worker too often. If the worker cannot be replaced, `error` is set."""
         self._ready.clear()
         self._losses += 1
+        self.requests = 0
+        self._counted.clear()
         await kill([self.actor])
         jobs = counted(len(self.jobs), "unfinished group")
         self._note(f"{first_line(reason)}; {self.name} is replaced, and its {jobs} continue")
@@ -315,6 +341,7 @@ class Member:
             if open_job.sent and (reason.code != BLOCKED or job.group_id == reason.about):
                 open_job.losses += 1
             open_job.sent = False
+            open_job.progress.remote = 0
             open_job.job = replace(job, again=True)
             if open_job.losses == MAX_LOSSES and not open_job.outcome.done():
                 self._losses = 0
@@ -334,21 +361,14 @@ class Member:
         seconds = time.perf_counter() - clock
         self._record(Restart(part=self.name, reason=first_line(reason), at=at, seconds=seconds, error=failed))
         if failed:
-            self.error = problem
-            self._ready.set()
-            for open_job in self.jobs.values():
-                if not open_job.outcome.done():
-                    open_job.outcome.set_exception(Lost(problem))
-            return
+            await kill([self.actor])
+            self._give_up(problem)
         self._flush()
 
-
-def resources(options: WorkerResources, node: str | None) -> Json:
-    """Returns Ray's options for a worker. `node`: id of the node of its predecessor, which is preferred, because the
-    journal may be there; None to spread workers over the nodes."""
-    affinity: Json = {"scheduling_strategy": "SPREAD"}
-    if node is not None:
-        affinity = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
-    memory = {} if options.memory is None else {"memory": options.memory * 2**30}
-    labels = {"label_selector": options.labels} if options.labels else {}
-    return {"num_cpus": options.cpus, "num_gpus": options.gpus, **memory, **labels, **affinity}
+    def _give_up(self, reason: SlimxError) -> None:
+        """Ends the attempts to replace the worker; its jobs raise Lost."""
+        self.error = reason
+        self._ready.set()
+        for open_job in self.jobs.values():
+            if not open_job.outcome.done():
+                open_job.outcome.set_exception(Lost(reason))

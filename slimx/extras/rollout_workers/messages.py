@@ -16,6 +16,8 @@ from slimx.rollout.client.generation import Endpoint
 class State:
     """State of the run that every worker follows."""
 
+    number: int = field(compare=False)
+    """Increasing number, because Ray may execute calls in another order."""
     open: bool
     """True if training rollouts may send requests to engines."""
     begun: dict[str, int]
@@ -39,7 +41,9 @@ class Setup:
     max_rollouts: int
     """Maximum number of the worker's rollouts in flight."""
     journal: str
-    """File for the completions of unfinished rollouts. A worker that replaces another one continues its file."""
+    """File for the progress of the worker's groups."""
+    earlier: tuple[str, ...] = ()
+    """Files of lost processes of the worker, whose jobs it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,7 @@ class Job:
     saved: bytes | None = None
     """Encoded progress (list of `SavedRollout`) of the group from a checkpoint; None if there is none."""
     again: bool = False
-    """True if the worker that began the group was lost, so that its journal contains the group's progress."""
+    """True if a process of the worker was lost, whose journal may contain the group's progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

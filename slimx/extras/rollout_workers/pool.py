@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ from slimx.errors import PartLost, SlimxError
 from slimx.extras.rollout_workers.member import Lost, Member
 from slimx.extras.rollout_workers.messages import Job, Setup, State
 from slimx.orchestration.lifetime.lifetime import together
-from slimx.rollout.client.generation import Endpoint
+from slimx.rollout.client.generation import Endpoint, GenerationClient
 from slimx.rollout.flow.gate import ABORT_INTERVAL_S, CANCEL_S, Gate
 from slimx.rollout.flow.progress import GroupProgress
 from slimx.rollout.flow.rollouts import GroupMaker, GroupOutcome
@@ -38,7 +39,7 @@ from slimx.runtime.clocks import Clock
 from slimx.runtime.tasks import all_tried
 
 JOURNALS = "journals"
-"""Subdirectory of a run's directory for the journals of workers; each is removed when its worker ends."""
+"""Subdirectory of a run's directory for the journals of workers, which is removed when they end."""
 
 
 class WorkerPool(GroupMaker):
@@ -50,6 +51,7 @@ class WorkerPool(GroupMaker):
         self.members: list[Member] = []
         self.gate = PoolGate(self.members, self._state)
         self._serials = itertools.count()
+        self._numbers = itertools.count()
         self.without_engines: set[str] = set()
         """Policies without an engine that serves."""
 
@@ -72,7 +74,14 @@ class WorkerPool(GroupMaker):
         async def look(policy: str) -> None:
             await groups[policy].members.look()
 
+        def retried(policy: str, count: int) -> None:
+            client = self.policies[policy].client
+            if isinstance(client, GenerationClient):
+                client.retried += count
+
         options = self.config.rollout
+        journals = Path(self.config.run.dir).absolute() / JOURNALS
+        shutil.rmtree(journals, ignore_errors=True)  # of a process that was killed
         deadline_s = start_deadline(self.config, "cpu")
         for number in range(count):
             setup = Setup(
@@ -81,7 +90,7 @@ class WorkerPool(GroupMaker):
                 context=context,
                 concurrency=share(options.concurrency, count, number),
                 max_rollouts=share(options.max_rollouts, count, number),
-                journal=str(Path(self.config.run.dir).absolute() / JOURNALS / f"worker-{number}.journal"),
+                journal=str(journals / f"worker-{number}.journal"),
             )
             member = Member(
                 number,
@@ -93,9 +102,11 @@ class WorkerPool(GroupMaker):
                 note=note,
                 record=record,
                 look=look,
+                retried=retried,
             )
             self.members.append(member)
         async with AsyncExitStack() as stack:
+            stack.callback(shutil.rmtree, journals, ignore_errors=True)
             stack.push_async_callback(self._stop)
             await together([member.start for member in self.members])
             for policy, group in groups.items():
@@ -106,7 +117,12 @@ class WorkerPool(GroupMaker):
         await all_tried(*(member.stop() for member in self.members))
 
     def _state(self) -> State:
-        return State(open=self.gate.is_open, begun=dict(self.begun), outages=frozenset(self.without_engines))
+        return State(
+            number=next(self._numbers),
+            open=self.gate.is_open,
+            begun=dict(self.begun),
+            outages=frozenset(self.without_engines),
+        )
 
     def tell_state(self) -> None:
         """Sends the state of the run to all workers, without waiting for them."""
@@ -115,7 +131,7 @@ class WorkerPool(GroupMaker):
 
     async def begin(self, policy: str, version: int) -> None:
         await super().begin(policy, version)
-        await asyncio.gather(*(member.insist("follow", "the version", self._state()) for member in self.members))
+        await asyncio.gather(*(member.if_ready("follow", "the version", self._state()) for member in self.members))
 
     async def aside[T](self, function: Callable[..., T], *arguments: object) -> T:
         """Calls `function` in another process of this machine, so that the columns that it reads do not pass through
@@ -144,8 +160,8 @@ class WorkerPool(GroupMaker):
     ) -> GroupOutcome:
         """Has a worker generate a group, as `GroupMaker.make` does. Raises PartLost if no worker is left."""
         progress = GroupProgress() if progress is None else progress
-        saved = encode(progress.save()) if progress.begun else None
         while True:
+            saved = encode(progress.save()) if progress.begun else None
             present = [member for member in self.members if member.error is None]
             if not present:
                 raise PartLost(
@@ -153,7 +169,7 @@ class WorkerPool(GroupMaker):
                     code="workers.lost",
                     about="rollout.workers",
                 )
-            member = min(present, key=lambda member: (len(member.jobs), member.number))
+            member = min(present, key=lambda member: (member.suspicious, len(member.jobs), member.number))
             job = Job(
                 serial=next(self._serials),
                 prompt=prompt,
@@ -193,10 +209,11 @@ class PoolGate(Gate):
 
     async def close(self, abort: Callable[[], Awaitable[None]], deadline_s: float) -> None:
         self._opened.clear()
+        number = self._state().number
         waiting_s = deadline_s + CANCEL_S + self._members[0].patience_s
         closing = asyncio.gather(
             *(
-                member.insist("close_gate", "the interruption", deadline_s, deadline_s=waiting_s)
+                member.if_ready("close_gate", "the interruption", number, deadline_s, deadline_s=waiting_s)
                 for member in self._members
             )
         )

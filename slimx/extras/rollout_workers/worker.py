@@ -26,9 +26,9 @@ from slimx.config.schema import CHECKED, Config
 from slimx.data.saved.codec import decode, encode
 from slimx.data.stored import summarize
 from slimx.engines.outage import Outage
-from slimx.errors import SlimxError, raised
+from slimx.errors import PartLost, SlimxError, raised
 from slimx.extras.rollout_workers.columns import ReportStore
-from slimx.extras.rollout_workers.journal import JournalFile, read_journal
+from slimx.extras.rollout_workers.journal import JournalFile, merged, read_journals
 from slimx.extras.rollout_workers.making import make_maker
 from slimx.extras.rollout_workers.messages import Finished, Groups, Health, Job, Loss, Report, Setup, State
 from slimx.json_types import Json
@@ -74,6 +74,12 @@ class RolloutWorker:
         self._reported: dict[int, int] = {}
         """Number of complete rollouts of each unfinished job that has been reported."""
         self._done: deque[tuple[Finished, ReportStore]] = deque()
+        self._delivered: list[int] = []
+        """Serial numbers of the jobs in the previous report."""
+        self._cancelled: set[int] = set()
+        """Serial numbers of jobs that were cancelled before they were submitted."""
+        self._followed = -1
+        """Number of the newest state of the run that the worker follows."""
         self._losses: list[Loss] = []
         self._looked: dict[int, asyncio.Event] = {}
         """Events that are set when the driver has looked for lost engines, by number of the loss."""
@@ -89,13 +95,15 @@ class RolloutWorker:
         node id."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        path = Path(setup.journal)
-        self._saved = read_journal(path)
-        self._journal = JournalFile(path, self._saved)
+        earlier = [Path(path) for path in setup.earlier]
+        self._saved = read_journals(earlier)
+        self._journal = JournalFile(Path(setup.journal), self._saved)
         self._outages = {policy: Outage() for policy in setup.endpoints}
         self.maker = await make_maker(self.config, setup, self._outages, self._lost, self._stack)
         await self.maker.gate.close(_nothing, 0.0)
         await self.follow(state)
+        for path in earlier:
+            path.unlink(missing_ok=True)
         self._gil = self._stack.enter_context(GilWatch(self.config.rollout.worker_deadline))
         self._live()
         return {"pid": os.getpid(), "machine": machine(), "node": ray.get_runtime_context().get_node_id()}
@@ -134,14 +142,21 @@ class RolloutWorker:
     async def submit(self, jobs: Sequence[Job]) -> None:
         """Starts to generate the groups of `jobs`."""
         for job in jobs:
-            self._tasks[job.serial] = asyncio.create_task(self._run(job))
+            if job.serial in self._cancelled:
+                self._cancelled.discard(job.serial)
+                self._journal.forget(job.serial)
+            else:
+                self._tasks[job.serial] = asyncio.create_task(self._run(job))
 
     async def cancel(self, serials: Sequence[int]) -> None:
         """Cancels jobs, which are then not reported."""
         for serial in serials:
             task = self._tasks.pop(serial, None)
-            if task is not None:
+            if task is None:  # not submitted yet, or finished
+                self._cancelled.add(serial)
+            else:
                 task.cancel()
+                self._journal.forget(serial)
 
     async def progress(self) -> dict[int, bytes]:
         """Returns the encoded progress (list of `SavedRollout`) of all unfinished training jobs, by serial number."""
@@ -149,26 +164,23 @@ class RolloutWorker:
 
     async def _run(self, job: Job) -> None:
         GROUP.set(job.group_id)
-        for policy, version in job.versions.items():
-            self.maker.versions[policy] = max(version, self.maker.versions[policy])
-        progress = None
-        if job.evaluation is None:
-            progress = self._progress[job.serial] = self._journal.progress(job.group_id, self._begun(job))
         store = ReportStore()
         try:
+            for policy, version in job.versions.items():
+                self.maker.versions[policy] = max(version, self.maker.versions[policy])
+            progress = None
+            if job.evaluation is None:
+                progress = self._progress[job.serial] = self._journal.progress(job.serial, self._begun(job))
             outcome = await self.maker.make(
                 job.prompt, group_id=job.group_id, number=job.number, evaluation=job.evaluation, progress=progress
             )
             group = summarize(outcome.group, store.store)
             done = Finished(serial=job.serial, group=group, reason=outcome.reason, detail=outcome.detail)
-        except SlimxError as error:
-            done = Finished(serial=job.serial, error=error)
         except Exception as error:
-            done = Finished(serial=job.serial, error=SlimxError(raised(error), code="workers.job", about=job.group_id))
+            done = Finished(serial=job.serial, error=_portable(error, job.group_id))
         finally:
             self._progress.pop(job.serial, None)
             self._reported.pop(job.serial, None)
-            self._journal.forget(job.group_id, progress)
         if self._tasks.pop(job.serial, None) is not None:
             self._done.append((done, store))
             self._changed.set()
@@ -176,7 +188,7 @@ class RolloutWorker:
     def _begun(self, job: Job) -> list[SavedRollout]:
         """Returns the rollouts from which the group continues."""
         saved = [] if job.saved is None else decode(list[SavedRollout], job.saved)
-        return self._saved.pop(job.group_id, saved) if job.again else saved
+        return merged(saved, self._saved.pop(job.serial, [])) if job.again else saved
 
     # Reports ----------------------------------------------------------------------------------------------------------
 
@@ -190,6 +202,9 @@ class RolloutWorker:
             await asyncio.sleep(BATCH_S)
         except TimeoutError:
             pass
+        for serial in self._delivered:  # this call shows that the driver has the previous report
+            self._journal.forget(serial)
+        self._delivered.clear()
         self._changed.clear()
         report = Report(requests=self.maker.gate.out, losses=self._losses)
         self._losses = []
@@ -204,6 +219,7 @@ class RolloutWorker:
         while self._done and size < BATCH_BYTES:
             done, store = self._done.popleft()
             report.finished.append(done)
+            self._delivered.append(done.serial)
             size += store.nbytes
             store.move_to(groups)
         if self._done:
@@ -220,12 +236,17 @@ class RolloutWorker:
 
     async def looked(self, number: int) -> None:
         """Continues the request of loss `number`, because the driver has looked for lost engines."""
-        self._looked.pop(number).set()
+        looked = self._looked.pop(number, None)
+        if looked is not None:  # else it was asked by a lost process of this worker
+            looked.set()
 
     # State of the run -------------------------------------------------------------------------------------------------
 
     async def follow(self, state: State) -> None:
         """Follows the run's state. Only `close_gate` closes the gate."""
+        if state.number < self._followed:
+            return
+        self._followed = state.number
         self.maker.begun |= state.begun
         if state.open:
             self.maker.gate.open()
@@ -235,7 +256,16 @@ class RolloutWorker:
             else:
                 outage.end()
 
-    async def close_gate(self, deadline_s: float) -> None:
+    async def close_gate(self, number: int, deadline_s: float) -> None:
         """Holds back requests of training rollouts, and waits for those in flight, which the driver makes the engines
-        end. Abandons them after `deadline_s` seconds."""
+        end. Abandons them after `deadline_s` seconds. `number`: that of the run's state."""
+        self._followed = max(number, self._followed)
         await self.maker.gate.close(_nothing, deadline_s)
+
+
+def _portable(error: Exception, group: str) -> SlimxError:
+    """Returns an error of a class that every process can unpickle."""
+    if not isinstance(error, SlimxError):
+        return SlimxError(raised(error), code="workers.job", about=group)
+    kind = PartLost if isinstance(error, PartLost) else SlimxError
+    return kind(str(error), code=error.code, about=error.about)

@@ -1,4 +1,4 @@
-"""A model, a Ray cluster of this machine, and the batches that a run without workers has."""
+"""A model, and a Ray cluster of this machine."""
 
 from __future__ import annotations
 

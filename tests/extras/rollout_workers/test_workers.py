@@ -44,7 +44,7 @@ async def test_groups_do_not_depend_on_the_number_of_workers(tmp_path, model, st
     assert shared == alone
     if not staleness:
         assert {drop.group for drop in rollouts.dropped} == {drop.group for drop in in_process.dropped} != set()
-    assert rollouts.restarts == [] and list((tmp_path / "journals").iterdir()) == []
+    assert rollouts.restarts == [] and not (tmp_path / "journals").exists()
 
 
 SLOW = pytest.mark.slow("starts workers several times")
@@ -66,8 +66,8 @@ async def test_a_lost_worker_costs_no_answered_token(tmp_path, model, strike):
     assert [restart.error for restart in rollouts.restarts] == [""] and len(struck(tmp_path)) == 1
     again = [position for (_, position), count in engine.sampled.items() if count > 1]
     first_turns = [position for position in again if position < PROMPT_TOKENS + TOKENS]
-    # All first turns were answered, except perhaps those of two groups that replace dropped ones.
-    assert len(first_turns) <= 2 * GROUP_SIZE * TOKENS and len(again) <= STEP_SIZE * GROUP_SIZE * TOKENS
+    # All first turns were answered, except perhaps those of groups that replace dropped ones.
+    assert len(first_turns) <= len(rollouts.dropped) * GROUP_SIZE * TOKENS < STEP_SIZE // 2 * GROUP_SIZE * TOKENS
     if strike == "sleep_once":
         assert "worker_hooks.py" in rollouts.notes[0] and "g1" in rollouts.notes[0]
 
@@ -110,6 +110,7 @@ async def test_workers_follow_outages_and_report_lost_engines(tmp_path, model):
         rollouts.outage.begin()
         batch = asyncio.create_task(rollouts.batches(1))
         await asyncio.sleep(4)  # longer than the deadlines
+        assert not batch.done() and not engine.sampled
         rollouts.outage.end()
         assert content(await batch) == alone
     assert rollouts.looks == 5

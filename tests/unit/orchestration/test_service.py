@@ -71,7 +71,9 @@ def service_in(directory: Path, notes: list[str], config: Config | None = None) 
 
 @pytest.fixture(autouse=True)
 def _shape(monkeypatch):
-    monkeypatch.setattr(module, "ModelShape", SimpleNamespace(of=lambda spec: SimpleNamespace(vocab_size=10)))
+    monkeypatch.setattr(
+        module, "ModelShape", SimpleNamespace(of=lambda spec: SimpleNamespace(vocab_size=10, experts=0))
+    )
 
 
 async def test_parts_end_in_reverse_order_and_engines_take_their_places(tmp_path, monkeypatch):
