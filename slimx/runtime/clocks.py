@@ -60,7 +60,7 @@ class Clock:
             yield
         finally:
             self._waiting -= 1
-            if self._waiting == 0:
+            if self._waiting == 0 and self._running:
                 self._start()
 
     def _start(self) -> None:

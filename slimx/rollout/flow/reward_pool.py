@@ -12,7 +12,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, SupportsFloat
 
@@ -48,9 +47,9 @@ class RewardPool:
 
         judge -> queue -> a worker runs the hook -> results -> _deliver, once for all results -> judge returns
 
-    Each thread has one event loop and one task for all its calls, because these cost more than most rewards. Most
-    rewards take a few microseconds, and so does waking a thread: the driver's loop is therefore not notified when a
-    call starts, and a single timer checks the deadlines of all calls. A pool can be used by one event loop at a time.
+    Each thread has one event loop for all its calls, because creating a loop costs more than most rewards. Most rewards
+    take a few microseconds, and so does waking a thread: the driver's loop is therefore not notified when a call
+    starts, and a single timer checks the deadlines of all calls. A pool can be used by one event loop at a time.
     """
 
     def __init__(self, reward: Reward, *, workers: int, deadline_s: float):
@@ -158,41 +157,33 @@ class RewardPool:
 
     def _start_worker(self) -> None:
         self._workers += 1
-        threading.Thread(target=lambda: asyncio.run(self._work()), name="slimx-reward", daemon=True).start()
+        threading.Thread(target=self._work, name="slimx-reward", daemon=True).start()
 
     # In a worker's thread ---------------------------------------------------------------------------------------------
 
-    async def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            with self._lock:
-                if call.abandoned:
-                    continue
-                call.began = call.result.get_loop().time()
-                self._running.add(call)
-            try:
-                outcome = _Outcome(await self.reward(call.ctx, call.judged), None)
-            except BaseException as error:
-                outcome = _Outcome(None, error)
-            with self._lock:
-                if call.abandoned:  # another worker has taken over
-                    return
-                self._running.discard(call)
-            self._results.append((call, outcome))
-            if not self._notified:
-                self._notified = True
+    def _work(self) -> None:
+        with asyncio.Runner() as runner:
+            while (call := self._calls.get()) is not None:
+                with self._lock:
+                    if call.abandoned:
+                        continue
+                    call.began = call.result.get_loop().time()
+                    self._running.add(call)
                 try:
-                    call.result.get_loop().call_soon_threadsafe(self._deliver)
-                except RuntimeError:  # the run and its event loop have ended
-                    self._notified = False
-            await self._settle()
-
-    async def _settle(self) -> None:
-        """Lets tasks go on that a hook left behind, and revokes a cancellation that it requested of its own task."""
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)
-        task = asyncio.current_task()
-        while task is not None and task.cancelling():
-            task.uncancel()
+                    outcome = _Outcome(runner.run(self.reward(call.ctx, call.judged)), None)
+                except BaseException as error:
+                    outcome = _Outcome(None, error)
+                with self._lock:
+                    if call.abandoned:  # another worker has taken over
+                        return
+                    self._running.discard(call)
+                self._results.append((call, outcome))
+                if not self._notified:
+                    self._notified = True
+                    try:
+                        call.result.get_loop().call_soon_threadsafe(self._deliver)
+                    except RuntimeError:  # the run and its event loop have ended
+                        self._notified = False
 
 
 def named(judged: Trajectory | Group) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from slimx.algorithms.advantages.group import reward_of
 from slimx.config.schema import Config
@@ -57,9 +56,6 @@ from slimx.rollout.hooks import (
 from slimx.rollout.policy import PolicyClient
 from slimx.runtime.clocks import Clock
 from slimx.runtime.tasks import in_thread
-
-if TYPE_CHECKING:
-    pass
 
 STRAGGLER = "straggler"
 """Drop reason for an unfinished group that would have delayed a batch for too long."""

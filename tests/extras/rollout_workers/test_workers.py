@@ -12,9 +12,9 @@ from slimx.config.schema import Config
 from slimx.data.saved.codec import decode, encode
 from slimx.extras.rollout_workers.member import LOST, MAX_LOSSES
 from slimx.rollout.flow.tickets import SavedTicket
+from slimx.rollout.hooks import seed_of
 from tests.extras.rollout_workers.workers_stand import (
     GROUP_SIZE,
-    PROMPT_TOKENS,
     STEP_SIZE,
     TOKENS,
     Engine,
@@ -61,13 +61,14 @@ async def test_a_lost_worker_costs_no_answered_token(tmp_path, model, strike):
     alone, _ = await run(make_config(tmp_path, model), 1, 0)
     limits = ("rollout.worker_deadline=4", "rollout.worker_resources.memory=2.5")
     engine = Engine()
-    shared, rollouts = await run(make_config(tmp_path, model, *limits, strike=strike, pause=0.3), 1, 2, engine)
+    config = make_config(tmp_path, model, *limits, strike=strike, pause=0.5)
+    shared, rollouts = await run(config, 1, 2, engine)
     assert shared == alone
     assert [restart.error for restart in rollouts.restarts] == [""] and len(struck(tmp_path)) == 1
-    again = [position for (_, position), count in engine.sampled.items() if count > 1]
-    first_turns = [position for position in again if position < PROMPT_TOKENS + TOKENS]
-    # All first turns were answered, except perhaps those of groups that replace dropped ones.
-    assert len(first_turns) <= len(rollouts.dropped) * GROUP_SIZE * TOKENS < STEP_SIZE // 2 * GROUP_SIZE * TOKENS
+    seed = config.run.seed
+    first = {seed_of(seed_of(seed, number, index), 0) for number in range(STEP_SIZE) for index in range(GROUP_SIZE)}
+    counts = [count for (request, _), count in engine.sampled.items() if request in first]
+    assert counts == [1] * len(first) * TOKENS  # the first turns of all groups were answered before the loss
     if strike == "sleep_once":
         assert "worker_hooks.py" in rollouts.notes[0] and "g1" in rollouts.notes[0]
 

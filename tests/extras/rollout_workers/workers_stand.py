@@ -31,9 +31,9 @@ from slimx.rollout.policy import PolicyClient
 from tests.unit.rollout.flow_stand import token_of
 
 ROOT = Path(__file__).parents[3]
-TOKENS = 6
+TOKENS = 4
 """Number of tokens of an answer."""
-PROMPT_TOKENS, STEP_SIZE, GROUP_SIZE = 3, 8, 4
+STEP_SIZE, GROUP_SIZE = 8, 4
 
 
 class Engine:
