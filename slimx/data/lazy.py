@@ -5,10 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from typing import Any, ClassVar, Self, cast
 
 
 class Lazy:
@@ -69,8 +66,8 @@ def lacks(record: object, name: str) -> bool:
     return (not isinstance(record, Lazy) or name in record.names) and getattr(record, name) is None
 
 
-def set_fields(record: Lazy | DataclassInstance) -> dict[str, Any]:
+def set_fields(record: object) -> dict[str, Any]:
     """Returns the fields of a record that are set, by name. Computes no field."""
     if isinstance(record, Lazy):
         return {name: getattr(record, name) for name in record.names}
-    return {item.name: getattr(record, item.name) for item in fields(record)}
+    return {item.name: getattr(record, item.name) for item in fields(record)}  # type: ignore[arg-type]
