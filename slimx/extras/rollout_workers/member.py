@@ -335,7 +335,7 @@ class Member:
         self._counted.clear()
         await kill([self.actor])
         jobs = counted(len(self.jobs), "unfinished group")
-        self._note(f"{first_line(reason)}; {self.name} is replaced, and its {jobs} continue")
+        self._note(f"{first_line(reason)}; {self.name} is replaced, and continues its {jobs}")
         for open_job in self.jobs.values():
             job = open_job.job
             if open_job.sent and (reason.code != BLOCKED or job.group_id == reason.about):
