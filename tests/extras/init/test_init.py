@@ -286,9 +286,9 @@ def test_a_wrong_answer_is_asked_for_again(capsys, terminal, answers, questions)
 
 def test_a_machine_on_which_the_model_does_not_fit_is_asked_for_again(terminal, tmp_path) -> None:
     large = str(MODELS / "Qwen3-235B-A22B")
-    asked, refusal = terminal(["", "cpu", "h100", "1", "h100", "8"], "--model", large, "--prompts", "data/train.jsonl")
+    asked, refusal = terminal(["", "cpu", "h100", "1", "h100", "12"], "--model", large, "--prompts", "data/train.jsonl")
     assert refusal is None and [NODES in question for question in asked] == [False] * 3 + [True, False, True]
-    assert load_config(tmp_path / "run.yaml").cluster.nodes == 8
+    assert load_config(tmp_path / "run.yaml").cluster.nodes == 12
 
 
 def test_a_reward_that_cannot_be_loaded_is_asked_for_again(terminal, tmp_path) -> None:
