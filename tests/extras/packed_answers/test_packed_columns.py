@@ -37,13 +37,13 @@ def request_of(**fields: Any) -> Any:
 
 
 def plain(manager: object, meta: dict[str, Any], state: Any, finished: bool) -> None:
-    """What SGLang does in place of the hook."""
+    """Writes the log-probs into `meta` as SGLang does without the hook."""
     pairs = zip(state.output_token_logprobs_val, state.output_token_logprobs_idx, strict=True)
     meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
 
 
 def metas(request: GenerationRequest, shape: ModelShape, logprobs: list[float], **fields: Any) -> list[dict[str, Any]]:
-    """The client's `meta_info` of a packed answer, and of the same answer in JSON."""
+    """Returns the `meta_info` that the client reads from a packed answer, and from the same answer in JSON."""
     asked = request_of()
     sglang.take_dtype(asked, Reader("", shape).dtype.name)
     meta = {"id": "1", "finish_reason": {"type": "stop"}, "weight_version": "7", "cached_tokens": 3, **fields}
